@@ -1,0 +1,71 @@
+"""The one hierarchy of errors that megarl raises for its users. Knows nothing of any component.
+
+Each error's text names the thing, what was found, and what to do. `exit_status` is what the command
+line ends with: 2 where the user's input is wrong, 1 where a run failed.
+"""
+
+
+class MegarlError(Exception):
+    """Base of every error that a user is meant to read; printed without a traceback."""
+
+    exit_status = 1
+
+
+class ConfigError(MegarlError):
+    """A setting, or a combination of settings, cannot be run. `violations` lists every one found."""
+
+    exit_status = 2
+
+    def __init__(self, violations: str | list[str]) -> None:
+        self.violations = [violations] if isinstance(violations, str) else list(violations)
+        super().__init__("\n".join(self.violations))
+
+
+class ModelError(MegarlError):
+    """A model folder is missing, broken, or describes mathematics that megarl does not compute."""
+
+    exit_status = 2
+
+
+class DataError(MegarlError):
+    """A prompt file or one of its rows cannot be used; names the file and the line."""
+
+    exit_status = 2
+
+
+class LayoutError(MegarlError):
+    """A parallel layout is impossible, or a plan between two layouts is not exactly-once."""
+
+    exit_status = 2
+
+
+class ShapeError(MegarlError):
+    """Tensors that belong together differ in shape."""
+
+
+class RewardError(MegarlError):
+    """A reward function cannot be loaded, or fails on every sample."""
+
+
+class RolloutError(MegarlError):
+    """A rollout server cannot be started, does not answer, or answers what it must not."""
+
+
+class LearnerError(MegarlError):
+    """The learner failed or did not answer within its deadline; names verb, phase and ranks."""
+
+
+class WeightSyncError(MegarlError):
+    """A policy version was not proved to have arrived; no server is routable at it."""
+
+
+class ParityError(MegarlError):
+    """Learner and rollout engine disagree on log-probs by more than the bound."""
+
+
+class CheckpointError(MegarlError):
+    """A checkpoint is missing, incomplete, or belongs to another run."""
+
+
+class LaunchError(MegarlError):
+    """A process could not be started or died; names process, host, rank, signal and last phase."""

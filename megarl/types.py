@@ -1,0 +1,202 @@
+"""Values that cross a folder: prompts, samples, groups, batches by reference, servers, sync reports.
+
+Owns their shape and the rules that keep one sample's parts in step. Knows nothing of engines, files or
+HTTP. Log-probs are natural logarithms; a policy version counts weight syncs from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from megarl.errors import ShapeError
+
+FinishReason = Literal["stop", "length", "abort"]
+RewardState = Literal["value", "failed", "timeout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the prompt source, tokenized. `facts` is the row itself, for the reward."""
+
+    prompt_id: str
+    prompt_ids: tuple[int, ...]
+    text: str
+    answer: str
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Response tokens [start, end) were sampled from policy version `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward is a value, a failure or a timeout; never a silent 0.0."""
+
+    state: RewardState
+    value: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        assert (self.value is not None) == (self.state == "value"), self
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response to one prompt. Its per-token parts have one length and grow through `extended`."""
+
+    sample_id: str
+    group_id: str
+    prompt_id: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...] = ()
+    loss_mask: tuple[bool, ...] = ()
+    behavior_logprobs: tuple[float, ...] = ()
+    version_spans: tuple[VersionSpan, ...] = ()
+    finish_reason: FinishReason = "abort"
+    text: str = ""
+    reward: Reward | None = None
+    advantage: float | None = None
+
+    def extended(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version: int,
+        trainable: bool = True,
+    ) -> Sample:
+        """This sample with more response tokens, all sampled (or inserted) at `version`.
+
+        Raises ShapeError where the two sequences differ in length.
+
+        >>> s = Sample("s", "g", "p", (1,)).extended([5, 6], [-0.5, -1.0], version=3)
+        >>> s.response_ids, s.loss_mask, s.version_spans
+        ((5, 6), (True, True), (VersionSpan(start=0, end=2, version=3),))
+        >>> s.extended([7], [0.0], version=3, trainable=False).version_spans
+        (VersionSpan(start=0, end=3, version=3),)
+        """
+        if len(token_ids) != len(logprobs):
+            raise ShapeError(
+                f"{self.sample_id}: {len(token_ids)} tokens with {len(logprobs)} log-probs; "
+                "every token needs one"
+            )
+        start, end = len(self.response_ids), len(self.response_ids) + len(token_ids)
+        spans = self.version_spans
+        if end > start:
+            if spans and spans[-1].version == version:
+                spans = (*spans[:-1], replace(spans[-1], end=end))
+            else:
+                spans = (*spans, VersionSpan(start, end, version))
+        return replace(
+            self,
+            response_ids=(*self.response_ids, *token_ids),
+            loss_mask=(*self.loss_mask, *([trainable] * len(token_ids))),
+            behavior_logprobs=(*self.behavior_logprobs, *logprobs),
+            version_spans=spans,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Response tokens that the loss sees."""
+        return sum(self.loss_mask)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that made any of its tokens. Needs at least one token."""
+        return min(span.version for span in self.version_spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """G responses to one prompt. `path` is the file that the collector wrote its tokens to."""
+
+    group_id: str
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRef:
+    """A sample by reference: row `index` of group file `path`, with what a schedule needs to know."""
+
+    sample_id: str
+    path: str
+    index: int
+    num_tokens: int
+    num_loss_tokens: int
+    advantage: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchPlan:
+    """One optimizer step's samples: `schedule[dp_rank][microbatch]` is a tuple of samples.
+
+    Every data-parallel rank has the same number of microbatches; where samples run out, a microbatch is
+    empty, and the learner fills it with tokens of weight zero. `microbatch_tokens` is the packed length
+    of every microbatch before the learner's own alignment. `num_loss_tokens` is the denominator of the
+    token mean, over all ranks.
+    """
+
+    schedule: tuple[tuple[tuple[SampleRef, ...], ...], ...]
+    microbatch_tokens: int
+    num_loss_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A rollout batch made ready for the learner: its optimizer steps in order, and its numbers.
+
+    `worst_staleness` counts policy versions between a sample and the version that learns from it.
+    """
+
+    version: int
+    minibatches: tuple[MinibatchPlan, ...]
+    worst_staleness: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEndpoint:
+    """A running rollout server. `incarnation` rises with each restart; `name` stays."""
+
+    name: str
+    url: str
+    tp: int
+    incarnation: int
+    api_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSync:
+    """What one server proved about one version."""
+
+    server: str
+    incarnation: int
+    verified: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """The result of publishing one version. Bytes are of payload, over all servers."""
+
+    version: int
+    servers: tuple[ServerSync, ...]
+    moved_bytes: int
+    minimum_bytes: int
+    took_s: float
