@@ -1,0 +1,53 @@
+"""The learner's verbs: what each takes and returns, and how long it may last.
+
+The one table that client and service share. Imports neither torch nor megatron, and knows nothing of
+how a verb is carried or carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.schema import DeadlineConfig
+from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport
+
+ANSWER_MARGIN_S = 15.0  # a verb's own deadline passes first, then the service's, then the client's
+
+Sequences = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""(prompt token ids, response token ids) of each sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One call of the learner. `arguments` is a tuple type, in the order of the method's parameters.
+
+    `deadline` names a field of DeadlineConfig. `changes_weights`: after an error the weights may be
+    partly changed, so the service ends.
+    """
+
+    name: str
+    arguments: Any
+    result: Any
+    deadline: str = "learner_verb_s"
+    changes_weights: bool = False
+
+
+_VERBS = (
+    Verb("info", tuple[()], dict[str, int]),
+    Verb("score", tuple[Batch], dict[str, float]),
+    Verb("step", tuple[MinibatchPlan], dict[str, float], changes_weights=True),
+    Verb("logprobs", tuple[Sequences], list[list[float]]),
+    Verb("publish", tuple[int, tuple[ServerEndpoint, ...]], SyncReport, deadline="sync_s"),
+    Verb("save", tuple[str, int], None),
+    Verb("load", tuple[str], int, deadline="learner_start_s", changes_weights=True),
+    Verb("shutdown", tuple[()], None),
+)
+VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _VERBS}
+
+
+def deadline_s(verb: Verb, deadlines: DeadlineConfig) -> float:
+    """How long `verb` may take in the service, in seconds."""
+    limit_s: float = getattr(deadlines, verb.deadline)
+    return limit_s + ANSWER_MARGIN_S
