@@ -51,6 +51,10 @@ class RolloutError(MegarlError):
     """A rollout server cannot be started, does not answer, or answers what it must not."""
 
 
+class StalenessError(MegarlError):
+    """A sample is older, in policy versions, than the learner may use; names the sample."""
+
+
 class LearnerError(MegarlError):
     """The learner failed or did not answer within its deadline; names verb, phase and ranks."""
 
