@@ -172,13 +172,18 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ServerEndpoint:
-    """A running rollout server. `incarnation` rises with each restart; `name` stays."""
+    """A running rollout server. `incarnation` rises with each restart; `name` stays.
+
+    `api_key` opens generation and information, and nothing else; `admin_key` opens what changes or
+    empties the server (weights, cache, pause, abort), and nothing else. Neither is printed.
+    """
 
     name: str
     url: str
     tp: int
     incarnation: int
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
+    admin_key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
