@@ -1,1 +1,1 @@
-
+"""How bytes travel from learner ranks to server ranks."""
