@@ -1,1 +1,1 @@
-
+"""Stage d: advantages from the rewards of a group."""

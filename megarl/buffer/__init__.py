@@ -1,1 +1,1 @@
-
+"""Stage e: the experience buffer, the group files, minibatches and their schedule."""

@@ -1,10 +1,10 @@
 """The group file: one finished group's tokens on disk, written by the rollout, read by the learner.
 
-Owns the format, its writer and its reader. Knows numpy and safetensors; nothing of torch, rewards or
-advantages (those are the controller's, and travel by reference).
+Owns the format, its writer and its reader. Knows numpy and safetensors; nothing of torch, rewards
+or advantages (those are the controller's, and travel by reference).
 
-Format (safetensors), G samples, N tokens of all samples together, prompt then response, sample after
-sample:
+Format (safetensors), G samples, N tokens of all samples together, prompt then response, sample
+after sample:
     tokens             int32   [N]
     offsets            int64   [G+1]  sample i is tokens[offsets[i]:offsets[i+1]]
     prompt_lengths     int32   [G]
@@ -45,7 +45,10 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTokens:
-    """One row of a group file, T = prompt and response tokens. Arrays are views, all of shape [T]."""
+    """One row of a group file, T = prompt and response tokens.
+
+    Arrays are views, all of shape [T].
+    """
 
     sample_id: str
     prompt_length: int
@@ -88,7 +91,10 @@ class GroupTokens:
 
 
 def group_arrays(group: Group) -> dict[str, npt.NDArray[np.generic]]:
-    """The arrays of the format, from a group's samples. Raises ShapeError where parts are out of step."""
+    """The arrays of the format, from a group's samples.
+
+    Raises ShapeError where parts are out of step.
+    """
     tokens: list[int] = []
     offsets, prompt_lengths = [0], []
     mask: list[int] = []
@@ -105,8 +111,8 @@ def group_arrays(group: Group) -> dict[str, npt.NDArray[np.generic]]:
         if not len(tokens) == len(mask) == len(logprobs) == len(versions):
             raise ShapeError(
                 f"{sample.sample_id}: {len(sample.response_ids)} response tokens with "
-                f"{len(sample.loss_mask)} mask entries, {len(sample.behavior_logprobs)} log-probs and "
-                f"version spans {sample.version_spans}; grow a sample through Sample.extended only"
+                f"{len(sample.loss_mask)} mask entries, {len(sample.behavior_logprobs)} "
+                f"log-probs and version spans {sample.version_spans}; use Sample.extended only"
             )
     values = {
         "tokens": tokens,
@@ -122,8 +128,9 @@ def group_arrays(group: Group) -> dict[str, npt.NDArray[np.generic]]:
 def write_group(directory: str | os.PathLike[str], group: Group) -> str:
     """Write `directory/<group_id>.safetensors` and return its path.
 
-    The file appears whole or not at all, and replaces one of the same name. Raises ShapeError where a
-    sample's parts are out of step, DataError where the group id is no file name, OSError from the disk.
+    The file appears whole or not at all, and replaces one of the same name. Raises ShapeError
+    where a sample's parts are out of step, DataError where the group id is no file name, OSError
+    from the disk.
     """
     if not group.group_id or Path(group.group_id).name != group.group_id:
         raise DataError(f"group id {group.group_id!r} is no file name; use one without a separator")
@@ -140,10 +147,10 @@ def write_group(directory: str | os.PathLike[str], group: Group) -> str:
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(payload)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
     except BaseException:
-        os.unlink(temporary)
+        Path(temporary).unlink(missing_ok=True)
         raise
     return str(path)
 
@@ -179,8 +186,8 @@ def _response_versions(sample: Sample) -> list[int]:
     for span in sample.version_spans:
         if span.start != len(versions):
             raise ShapeError(
-                f"{sample.sample_id}: version spans {sample.version_spans} leave a gap or overlap at "
-                f"response token {len(versions)}; grow a sample through Sample.extended only"
+                f"{sample.sample_id}: version spans {sample.version_spans} leave a gap or "
+                f"overlap at response token {len(versions)}; use Sample.extended only"
             )
         versions += [span.version] * (span.end - span.start)
     return versions

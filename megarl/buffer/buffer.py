@@ -1,0 +1,134 @@
+"""Stage e, the experience buffer: holds finished groups until the learner takes them as one batch.
+
+Owns admission: how old a sample may be, in policy versions read from its own version spans, and
+which samples are left out before any statistic. Knows nothing of tokens on disk, losses or ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from megarl.buffer.batches import BatchShape, make_batch
+from megarl.config.schema import Config
+from megarl.errors import RolloutError, StalenessError
+from megarl.types import Batch, Group, Sample, SampleRef
+
+log = logging.getLogger(__name__)
+
+
+class Buffer:
+    """Groups waiting to be learned from. One controller owns it; it is not for several threads."""
+
+    def __init__(self, config: Config) -> None:
+        self._shape = BatchShape.of(config)
+        self._max_staleness = int(config.loop.max_staleness)
+        self._groups: dict[str, tuple[SampleRef, ...]] = {}
+        self._num_left_out = 0
+
+    @property
+    def num_groups(self) -> int:
+        """Groups waiting."""
+        return len(self._groups)
+
+    @property
+    def num_left_out(self) -> int:
+        """Samples of the waiting groups without advantage or without loss token: left out."""
+        return self._num_left_out
+
+    def add(self, group: Group, version: int) -> None:
+        """Admit a group whose advantages are assigned, while the policy is at `version`.
+
+        Raises StalenessError for a sample made by a version older than `loop.max_staleness`
+        allows, or newer than `version`, and RolloutError for a group that is already here.
+        """
+        if group.group_id in self._groups:
+            raise RolloutError(
+                f"group {group.group_id} arrived twice; its samples would count twice"
+            )
+        usable = {i: sample for i, sample in enumerate(group.samples) if is_usable(sample)}
+        refs = tuple(sample_ref(group, index) for index in usable)
+        for sample in usable.values():
+            for span_version in {span.version for span in sample.version_spans}:
+                self._admit(sample.sample_id, span_version, version)
+        self._groups[group.group_id] = refs
+        self._num_left_out += len(group.samples) - len(refs)
+
+    def take(self, version: int) -> Batch:
+        """Everything that waits, as one batch for the learner at `version`; the buffer is then
+        empty.
+
+        A batch of which every sample was left out has no minibatches. Raises StalenessError as
+        `add` does, since `version` may have moved on, and ConfigError for a sample longer than a
+        microbatch.
+        """
+        for refs in self._groups.values():
+            for ref in refs:
+                self._admit(ref.sample_id, ref.version, version)
+        batch = make_batch(list(self._groups.values()), version, self._shape)
+        if self._num_left_out:
+            log.info(
+                "samples left out version=%d left_out=%d used=%d",
+                version,
+                self._num_left_out,
+                batch.num_samples,
+            )
+        self._groups.clear()
+        self._num_left_out = 0
+        return batch
+
+    def _admit(self, sample_id: str, made_by: int, version: int) -> None:
+        if made_by > version:
+            raise StalenessError(
+                f"sample {sample_id} was made by policy version {made_by}, but the learner is at "
+                f"{version}; the versions of rollout servers and learner are out of step"
+            )
+        if version - made_by > self._max_staleness:
+            raise StalenessError(
+                f"sample {sample_id} was made by policy version {made_by}, "
+                f"{version - made_by} behind the learner's {version}; "
+                f"loop.max_staleness allows {self._max_staleness}"
+            )
+
+
+def is_usable(sample: Sample) -> bool:
+    """Whether the learner can learn from a sample: it has an advantage and a loss token."""
+    return sample.advantage is not None and sample.num_loss_tokens > 0
+
+
+def sample_ref(group: Group, index: int) -> SampleRef:
+    """Row `index` of a group by reference. The sample must be usable, and the group written."""
+    sample = group.samples[index]
+    assert group.path, f"group {group.group_id} has no file; the collector writes it"
+    assert sample.advantage is not None and math.isfinite(sample.advantage), sample.sample_id
+    return SampleRef(
+        sample_id=sample.sample_id,
+        path=group.path,
+        index=index,
+        num_tokens=sample.num_tokens,
+        num_loss_tokens=sample.num_loss_tokens,
+        advantage=sample.advantage,
+        version=sample.oldest_version,
+    )
+
+
+def batch_metrics(batch: Batch, num_left_out: int = 0) -> dict[str, float]:
+    """The `buffer/*` numbers of one batch.
+
+    `buffer/padding` is the share of scheduled tokens that are filler, over all minibatches, when
+    every microbatch is filled up to its minibatch's longest.
+    """
+    used = scheduled = num_microbatches = 0
+    for plan in batch.minibatches:
+        for rank in plan.schedule:
+            num_microbatches += len(rank)
+            scheduled += len(rank) * plan.microbatch_tokens
+            used += sum(ref.num_tokens for microbatch in rank for ref in microbatch)
+    return {
+        "buffer/samples": float(batch.num_samples),
+        "buffer/left_out_samples": float(num_left_out),
+        "buffer/worst_staleness": float(batch.worst_staleness),
+        "buffer/minibatches": float(len(batch.minibatches)),
+        "buffer/microbatches": float(num_microbatches),
+        "buffer/padding": 1.0 - used / scheduled if scheduled else 0.0,
+    }

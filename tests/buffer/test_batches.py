@@ -1,0 +1,128 @@
+"""Minibatches and their schedule: everything once, equal counts on all ranks, within the budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.buffer.batches import BatchShape, make_batch, schedule, split_minibatches
+from megarl.errors import ConfigError
+from megarl.types import Batch, MinibatchPlan, SampleRef
+
+
+def ref(name: str, num_tokens: int, num_loss_tokens: int = 1, version: int = 0) -> SampleRef:
+    return SampleRef(name, f"{name[:2]}.safetensors", 0, num_tokens, num_loss_tokens, 0.5, version)
+
+
+def group(index: int, lengths: list[int]) -> tuple[SampleRef, ...]:
+    return tuple(ref(f"g{index:03d}-{i:03d}", n, max(1, n // 2)) for i, n in enumerate(lengths))
+
+
+def names(plan: MinibatchPlan) -> list[str]:
+    return [r.sample_id for rank in plan.schedule for micro in rank for r in micro]
+
+
+def shape(**changes: int) -> BatchShape:
+    settings = {"num_minibatches": 4, "num_epochs": 1, "data_parallel": 2, "max_tokens": 64}
+    return BatchShape(**{**settings, "seed": 0, **changes})
+
+
+lengths = st.lists(st.integers(1, 50), min_size=1, max_size=8)
+batches = st.lists(lengths, min_size=0, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches, st.integers(1, 4), st.integers(1, 5), st.integers(50, 120), st.integers(1, 3))
+def test_every_epoch_schedules_every_sample_once_within_budget_with_equal_counts(
+    sizes: list[list[int]], data_parallel: int, minibatches: int, budget: int, epochs: int
+) -> None:
+    groups = [group(i, lengths) for i, lengths in enumerate(sizes)]
+    wanted = shape(
+        num_minibatches=minibatches,
+        data_parallel=data_parallel,
+        max_tokens=budget,
+        num_epochs=epochs,
+    )
+    batch = make_batch(groups, 7, wanted)
+    everything = sorted(r.sample_id for refs in groups for r in refs)
+    per_epoch = len(batch.minibatches) // epochs
+    for epoch in range(epochs):
+        plans = batch.minibatches[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert sorted(name for plan in plans for name in names(plan)) == everything
+    for plan in batch.minibatches:
+        assert len(plan.schedule) == data_parallel
+        assert len({len(rank) for rank in plan.schedule}) == 1
+        sums = [sum(r.num_tokens for r in micro) for rank in plan.schedule for micro in rank]
+        assert max(sums) == plan.microbatch_tokens <= budget
+        refs = [r for rank in plan.schedule for micro in rank for r in micro]
+        assert plan.num_loss_tokens == sum(r.num_loss_tokens for r in refs) > 0
+
+
+def test_batch_does_not_depend_on_the_order_in_which_groups_arrived() -> None:
+    groups = [group(i, [5, 9, 3]) for i in range(9)]
+    assert make_batch(groups, 3, shape()) == make_batch(groups[::-1], 3, shape())
+
+
+def test_epochs_and_versions_and_seeds_shuffle_differently() -> None:
+    groups = [group(i, [4]) for i in range(16)]
+
+    def order(batch: Batch) -> list[list[str]]:
+        return [sorted(names(plan)) for plan in batch.minibatches]
+
+    both = order(make_batch(groups, 0, shape(num_epochs=2)))
+    assert both[:4] != both[4:]
+    assert order(make_batch(groups, 1, shape())) != both[:4]
+    assert order(make_batch(groups, 0, shape(seed=1))) != both[:4]
+
+
+def test_groups_stay_whole_where_there_are_enough_of_them() -> None:
+    groups = [group(i, [4] * 4) for i in range(8)]
+    parts = split_minibatches(groups, 4)
+    assert [len(part) for part in parts] == [8, 8, 8, 8]
+    owners = [{r.sample_id[:4] for r in part} for part in parts]
+    assert all(len(owner) == 2 for owner in owners) and len(set.union(*owners)) == 8
+
+
+def test_one_group_is_cut_into_minibatches_of_equal_counts() -> None:
+    parts = split_minibatches([group(0, [3] * 10)], 4)
+    assert [len(part) for part in parts] == [2, 3, 2, 3]
+
+
+def test_fewer_samples_than_minibatches_make_fewer_minibatches() -> None:
+    assert [len(part) for part in split_minibatches([group(0, [3, 3])], 4)] == [1, 1]
+
+
+def test_batch_without_samples_has_no_minibatches() -> None:
+    batch = make_batch([(), ()], 5, shape())
+    assert batch == Batch(version=5, minibatches=(), worst_staleness=0, num_samples=0)
+
+
+def test_schedule_balances_ranks_by_tokens() -> None:
+    plan = schedule(group(0, [50, 30, 20, 20, 20, 20, 20, 20]), 2, 100)
+    assert [sum(r.num_tokens for micro in rank for r in micro) for rank in plan.schedule] == [
+        100,
+        100,
+    ]
+    assert plan.microbatch_tokens == 100
+
+
+def test_schedule_packs_tightly_where_balancing_would_need_another_microbatch() -> None:
+    # Least full first puts 3 and 3 apart and leaves no room for the last 2; first fit has it.
+    plan = schedule(group(0, [3, 3, 2, 2, 2]), 2, 6)
+    assert [len(rank) for rank in plan.schedule] == [1, 1] and plan.microbatch_tokens == 6
+
+
+def test_rank_without_a_sample_gets_an_empty_microbatch() -> None:
+    plan = schedule(group(0, [3]), 2, 8)
+    assert [[len(micro) for micro in rank] for rank in plan.schedule] == [[1], [0]]
+
+
+def test_sample_longer_than_a_microbatch_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError, match=r"= 8: sample g000-001 has 9 tokens"):
+        schedule(group(0, [3, 9]), 1, 8)
+
+
+def test_worst_staleness_is_the_oldest_samples() -> None:
+    groups = [(ref("g0-0", 3, version=4),), (ref("g1-0", 3, version=2),)]
+    assert make_batch(groups, 5, shape()).worst_staleness == 3

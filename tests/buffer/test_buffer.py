@@ -1,0 +1,108 @@
+"""The buffer: admission by version, samples left out, and draining."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.buffer.buffer import Buffer, batch_metrics
+from megarl.config.schema import ActorConfig, Config, LearnerConfig
+from megarl.errors import RolloutError, StalenessError
+from megarl.types import Group, Prompt, Sample
+
+
+def run_config(max_staleness: int = 0, **learner: int) -> Config:
+    config = Config(actor=ActorConfig(model="m"), learner=LearnerConfig(**learner))
+    loop = config.loop.model_copy(update={"max_staleness": max_staleness})
+    return config.model_copy(update={"loop": loop})
+
+
+def one_group(name: str, versions: list[int], advantage: float | None = 1.0) -> Group:
+    prompt = Prompt(f"p-{name}", (1, 2), "", "")
+    samples = []
+    for i, version in enumerate(versions):
+        sample = Sample(f"{name}-{i}", name, prompt.prompt_id, prompt.prompt_ids)
+        sample = sample.extended([3, 4], [-0.1, -0.2], version)
+        samples.append(replace(sample, advantage=advantage))
+    return Group(name, prompt, tuple(samples), path=f"{name}.safetensors")
+
+
+def test_buffer_hands_out_what_it_got_and_is_then_empty() -> None:
+    buffer = Buffer(run_config(optimizer_steps_per_rollout=2))
+    for name in ("a", "b"):
+        buffer.add(one_group(name, [3, 3]), 3)
+    assert buffer.num_groups == 2
+    batch = buffer.take(3)
+    assert (batch.num_samples, batch.worst_staleness, len(batch.minibatches)) == (4, 0, 2)
+    refs = [r for plan in batch.minibatches for micro in plan.schedule[0] for r in micro]
+    assert sorted((r.path, r.index) for r in refs) == [
+        (f"{name}.safetensors", i) for name in "ab" for i in (0, 1)
+    ]
+    assert buffer.num_groups == 0 and buffer.take(4).minibatches == ()
+
+
+def test_buffer_refuses_sample_older_than_max_staleness() -> None:
+    with pytest.raises(StalenessError, match=r"sample a-1 .* version 1, 2 behind .* 3.*allows 1"):
+        Buffer(run_config(max_staleness=1)).add(one_group("a", [3, 1]), 3)
+
+
+def test_buffer_refuses_sample_of_which_one_span_is_too_old() -> None:
+    group = one_group("a", [3])
+    mixed = group.samples[0].extended([5], [0.0], version=2)
+    mixed = replace(mixed, version_spans=mixed.version_spans[::-1])
+    with pytest.raises(StalenessError, match="a-0"):
+        Buffer(run_config()).add(replace(group, samples=(mixed,)), 3)
+
+
+def test_buffer_refuses_sample_from_a_version_that_the_learner_has_not_made() -> None:
+    with pytest.raises(StalenessError, match="made by policy version 4, but the learner is at 3"):
+        Buffer(run_config()).add(one_group("a", [4]), 3)
+
+
+def test_sample_that_grew_too_old_while_it_waited_is_refused_when_taken() -> None:
+    buffer = Buffer(run_config(max_staleness=1))
+    buffer.add(one_group("a", [3]), 3)
+    with pytest.raises(StalenessError, match="a-0"):
+        buffer.take(5)
+
+
+def test_allowed_staleness_is_counted_in_the_batch() -> None:
+    buffer = Buffer(run_config(max_staleness=2))
+    buffer.add(one_group("a", [3, 2]), 4)
+    assert buffer.take(4).worst_staleness == 2
+
+
+def test_group_added_twice_is_refused() -> None:
+    buffer = Buffer(run_config())
+    buffer.add(one_group("a", [0]), 0)
+    with pytest.raises(RolloutError, match="a arrived twice"):
+        buffer.add(one_group("a", [0]), 0)
+
+
+def test_samples_without_advantage_or_loss_tokens_are_left_out_and_counted() -> None:
+    buffer = Buffer(run_config())
+    group = one_group("a", [0, 0, 0])
+    silent = replace(group.samples[1], loss_mask=(False, False))
+    empty = Sample("a-2", "a", "p-a", (1, 2), advantage=1.0)
+    buffer.add(replace(group, samples=(group.samples[0], silent, empty)), 0)
+    buffer.add(one_group("b", [0], advantage=None), 0)
+    assert buffer.num_left_out == 3
+    left_out = buffer.num_left_out
+    batch = buffer.take(0)
+    assert batch.num_samples == 1 and batch.minibatches[0].num_loss_tokens == 2
+    assert batch_metrics(batch, left_out)["buffer/left_out_samples"] == 3
+
+
+def test_old_sample_that_is_left_out_anyway_is_no_error() -> None:
+    buffer = Buffer(run_config())
+    buffer.add(one_group("a", [0], advantage=None), 9)
+    assert buffer.take(9).minibatches == ()
+
+
+def test_padding_is_the_share_of_scheduled_tokens_that_are_filler() -> None:
+    buffer = Buffer(run_config(max_tokens_per_microbatch=8))
+    buffer.add(one_group("a", [0, 0, 0]), 0)
+    metrics = batch_metrics(buffer.take(0))
+    assert metrics["buffer/microbatches"] == 2
+    assert metrics["buffer/padding"] == pytest.approx(1 - 12 / 16)
