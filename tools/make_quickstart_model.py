@@ -1,9 +1,10 @@
-"""Make the quickstart's model, tokenizer and problems: a tiny Qwen3 that adds two-digit numbers, badly.
+"""Make the quickstart's model, tokenizer and problems: a tiny Qwen3 that adds numbers, badly.
 
     python tools/make_quickstart_model.py [--out examples/quickstart] [--steps 300] [--seed 0]
 
 The model is trained from scratch on problems outside the held-out ones until its mean reward at
-temperature 1 is near 0.35, which leaves reinforcement learning something to do. Half a minute on one core.
+temperature 1 is near 0.35, which leaves reinforcement learning something to do. It takes half a
+minute on one core.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def warm_start(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1, (i + 1) / WARMUP_STEPS))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min(1, (i + 1) / WARMUP_STEPS)
+    )
     for step in range(1, steps + 1):
         rows = train[torch.randint(len(train), (BATCH,))]
         logits = model(rows[:, :-1]).logits[:, PROMPT_LENGTH - 1 :]
@@ -109,7 +112,7 @@ def warm_start(
         schedule.step()
         if step % 50 == 0 or step == steps:
             greedy, sampled = (accuracy(model, held_out, t) for t in (0.0, 1.0))
-            print(f"step {step}: loss {loss.item():.3f}, greedy {greedy:.3f}, sampled {sampled:.3f}")
+            print(f"step {step}: loss {loss.item():.3f} greedy {greedy:.3f} sampled {sampled:.3f}")
     return model
 
 

@@ -1,1 +1,1 @@
-
+"""The loop over the seven stages, resuming, evaluation and the parity gate."""

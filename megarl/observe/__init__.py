@@ -1,1 +1,1 @@
-
+"""What a run measures and shows: metrics, progress."""

@@ -1,0 +1,89 @@
+"""The loop: seven stages, once for each policy version, in this order, on one screen.
+
+Knows the stages' names and nothing of how they work: prompts, rollout, reward, advantage, buffer,
+learn, weight sync. Building them from a config is `training.py`'s job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.advantage.group import assign
+from megarl.buffer.buffer import Buffer
+from megarl.config.schema import Config
+from megarl.controller.evaluation import Evaluation
+from megarl.controller.outcome import batch_metrics, mean_over_steps
+from megarl.controller.publisher import Publisher
+from megarl.controller.resume import Checkpoints
+from megarl.learner.client import LearnerClient
+from megarl.observe.metrics import MetricsLog, StepMetrics
+from megarl.observe.progress import Progress
+from megarl.prompts.sampler import PromptSampler
+from megarl.reward.base import Scorer
+from megarl.rollout.collect import Collector
+from megarl.types import Group, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """The components, wired. `run` makes policy versions until there are `loop.versions`."""
+
+    config: Config
+    prompts: PromptSampler
+    rollout: Collector
+    reward: Scorer
+    buffer: Buffer
+    learner: LearnerClient
+    weight_sync: Publisher
+    evaluation: Evaluation
+    checkpoints: Checkpoints
+    metrics: MetricsLog
+    progress: Progress
+
+    async def run(self, start: int) -> None:
+        """Continue from policy version `start`, whose weights the servers already hold."""
+        for version in range(start, self.config.loop.versions):
+            step = StepMetrics(step=version, version=version)
+            if version == 0:
+                step.add(await self.evaluation.accuracy(0))
+            prompts = self.prompts.draw(self.config.rollout.prompts_per_step)  # a
+            with step.timed("rollout"):
+                groups = await self._collect(prompts, version)  # b c d
+            batch = self.buffer.take(version)  # e
+            step.add(batch_metrics(groups, batch, self.config))
+            with step.timed("score"):
+                step.add(await self.learner.score(batch))  # f
+            self.weight_sync.leave_version()
+            with step.timed("learn"):
+                steps = [await self.learner.step(m) for m in batch.minibatches]  # f
+            step.add(mean_over_steps(steps))
+            with step.timed("weight_sync"):
+                step.add(await self.weight_sync.publish(version + 1))  # g
+            await self._after(version + 1, step)
+
+    async def _collect(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
+        """Stages b to d: each group is scored and gets its advantages as soon as it ends."""
+        finished: list[Group] = []
+
+        async def finish(group: Group) -> None:
+            scored = assign(await self.reward.score(group), self.config.advantage)  # c d
+            self.buffer.add(scored, version)  # e
+            finished.append(scored)
+
+        async with asyncio.TaskGroup() as tasks:
+            async for group in self.rollout.collect(prompts, version):  # b
+                tasks.create_task(finish(group))
+        return finished
+
+    async def _after(self, version: int, step: StepMetrics) -> None:
+        """What follows a new version: evaluation, a checkpoint, and the step's numbers."""
+        if self.evaluation.is_due(version):
+            with step.timed("eval"):
+                step.add(await self.evaluation.accuracy(version))
+        step.close()
+        self.metrics.write(step)
+        self.progress.step(step.values)
+        if self.checkpoints.is_due(version):
+            await self.checkpoints.save(version, self.prompts.state())

@@ -1,0 +1,68 @@
+"""The parity gate: both sides score the same tokens with the same weights, and must agree.
+
+Owns the bound and the verdict. A server samples short responses; the learner scores them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from megarl.config.schema import Config
+from megarl.errors import ParityError
+from megarl.learner.client import LearnerClient
+from megarl.rollout.collect import Collector
+from megarl.types import Prompt, ServerEndpoint
+
+log = logging.getLogger(__name__)
+FP32_BOUND = 1e-4  # nats, mean; two fp32 engines were seen to differ by 2e-7 to 8e-6
+LEAST_BF16_BOUND = 0.05  # nats, mean; 1e-2 to 3e-2 was seen between correct bf16 engines
+MAX_NEW_TOKENS = 16
+
+
+def bound(config: Config, baseline: float | None) -> float:
+    """The largest mean difference allowed, in nats; `baseline` is what equal weights showed."""
+    if config.parity.max_mean_abs_logprob > 0:
+        return config.parity.max_mean_abs_logprob
+    if config.learner.precision.params == "fp32":
+        return FP32_BOUND
+    return max(LEAST_BF16_BOUND, 2 * (baseline or 0.0))
+
+
+def verdict(mean: float, allowed: float, baseline: float | None) -> str:
+    """What to suspect, from when the two sides disagree.
+
+    >>> verdict(2.0, 1e-4, None)
+    'the same checkpoint gives different log-probs: precision, or how the model is processed'
+    >>> verdict(2.0, 1e-4, 1e-6)
+    'equal before the weight sync, different after it: the layout of the sent weights'
+    """
+    if baseline is not None and baseline <= allowed < mean:
+        return "equal before the weight sync, different after it: the layout of the sent weights"
+    return "the same checkpoint gives different log-probs: precision, or how the model is processed"
+
+
+async def mean_difference(
+    rollout: Collector, learner: LearnerClient, prompts: Sequence[Prompt], server: ServerEndpoint
+) -> float:
+    """Mean |learner - server| log-prob over sampled tokens of `prompts`, in nats."""
+    samples = await rollout.probe(server, prompts, MAX_NEW_TOKENS)
+    scored = await learner.logprobs([(s.prompt_ids, s.response_ids) for s in samples])
+    differences = [
+        abs(ours - theirs)
+        for sample, logprobs in zip(samples, scored, strict=True)
+        for ours, theirs in zip(logprobs, sample.behavior_logprobs, strict=True)
+    ]
+    return sum(differences) / len(differences)
+
+
+def check(config: Config, mean: float, baseline: float | None, when: str) -> None:
+    """Raise ParityError where `mean` is above the bound, with the verdict."""
+    allowed = bound(config, baseline)
+    log.info("parity when=%s mean_abs_logprob=%.2e bound=%.0e", when, mean, allowed)
+    if not mean <= allowed:  # also where it is not a number
+        raise ParityError(
+            f"log-probs of learner and rollout server differ by {mean:.2e} nats in the mean {when} "
+            f"(bound {allowed:.0e}): {verdict(mean, allowed, baseline)}. "
+            "Raise parity.max_mean_abs_logprob only if you know why they differ"
+        )

@@ -1,0 +1,113 @@
+"""Stage g as the controller sees it: which version the weights are, and which servers proved it.
+
+Owns the order of publishing, retrying and restarting. How weights travel is `weight_sync/`'s, in
+the learner; what a server may be asked is `rollout/`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from megarl.errors import WeightSyncError
+from megarl.learner.client import LearnerClient
+from megarl.observe.metrics import MetricsLog
+from megarl.rollout.servers import ServerPool
+from megarl.types import ServerEndpoint, SyncReport
+
+log = logging.getLogger(__name__)
+ATTEMPTS = 2  # a refused sync is tried once more before its server is started anew
+
+
+class Publisher:
+    """Publishes policy versions; a server is asked for tokens only at a version that it proved."""
+
+    def __init__(self, learner: LearnerClient, servers: ServerPool, metrics: MetricsLog) -> None:
+        self._learner = learner
+        self._servers = servers
+        self._metrics = metrics
+        self._lock = asyncio.Lock()
+        self._version: int | None = None  # None while the weights are between two versions
+        servers.on_restart = self.rejoin
+
+    def leave_version(self) -> None:
+        """The learner's weights are about to change, and are no version until `publish`."""
+        self._version = None
+
+    async def publish(self, version: int) -> dict[str, float | int]:
+        """Send `version` to every living server and make those routable that proved it.
+
+        Raises WeightSyncError where none did; one that refused twice is started anew.
+        """
+        async with self._lock:
+            report = await self._publish(version, self._servers.endpoints())
+            self._version = version
+        if not any(server.verified for server in report.servers) and report.servers:
+            reasons = "; ".join(f"{s.server}: {s.error}" for s in report.servers)
+            raise WeightSyncError(
+                f"version {version} was proved by none of {len(report.servers)} servers "
+                f"({reasons}); nothing was sampled from it. See the servers' logs in the run folder"
+            )
+        return {
+            "weight_sync/bytes": report.moved_bytes,
+            "weight_sync/minimum_bytes": report.minimum_bytes,
+            "weight_sync/verified_servers": sum(server.verified for server in report.servers),
+        }
+
+    async def rejoin(self, endpoint: ServerEndpoint) -> None:
+        """Bring a restarted server to the current version; while weights change, `publish` will."""
+        async with self._lock:
+            if self._version is None:
+                return
+            report = await self._publish(self._version, [endpoint])
+        self._metrics.event(
+            "server_rejoined",
+            server=endpoint.name,
+            incarnation=endpoint.incarnation,
+            version=report.version,
+            verified=int(all(server.verified for server in report.servers)),
+        )
+
+    async def _publish(self, version: int, endpoints: list[ServerEndpoint]) -> SyncReport:
+        report = await self._learner.publish(version, endpoints)
+        self._servers.mark_verified(report)
+        for _ in range(ATTEMPTS - 1):
+            refused = {server.server for server in report.servers if not server.verified}
+            if not refused:
+                return report
+            self._refused(report)
+            again = await self._learner.publish(
+                version, [endpoint for endpoint in endpoints if endpoint.name in refused]
+            )
+            self._servers.mark_verified(again)
+            report = merged(report, again)
+        for server in report.servers:
+            if not server.verified:
+                self._servers.restart(server.server)
+        return report
+
+    def _refused(self, report: SyncReport) -> None:
+        for server in report.servers:
+            if not server.verified:
+                log.warning(
+                    "weight sync refused version=%d server=%s why=%s",
+                    report.version, server.server, server.error,
+                )  # fmt: skip
+                self._metrics.event(
+                    "weight_sync_refused",
+                    version=report.version,
+                    server=server.server,
+                    error=server.error,
+                )
+
+
+def merged(first: SyncReport, again: SyncReport) -> SyncReport:
+    """One report of two attempts: each server's newer result, the bytes and seconds of both."""
+    newer = {server.server: server for server in again.servers}
+    return SyncReport(
+        version=again.version,
+        servers=tuple(newer.get(server.server, server) for server in first.servers),
+        moved_bytes=first.moved_bytes + again.moved_bytes,
+        minimum_bytes=first.minimum_bytes,
+        took_s=first.took_s + again.took_s,
+    )

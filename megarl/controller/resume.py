@@ -1,0 +1,85 @@
+"""Checkpoints of a run: what is saved, when one is whole, and which one a run continues from.
+
+Owns `RUN/checkpoints/v%06d/{megatron/, state.json, COMPLETE}`. The learner writes `megatron/`; a
+checkpoint without COMPLETE does not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config.schema import Config
+from megarl.errors import CheckpointError
+from megarl.learner.client import LearnerClient
+
+COMPLETE = "COMPLETE"
+STATE = "state.json"
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A whole checkpoint: policy version, the state of the prompt source, where the weights are."""
+
+    version: int
+    prompts: Mapping[str, Any]
+    path: Path
+
+    @property
+    def weights(self) -> Path:
+        """The learner's part."""
+        return self.path / "megatron"
+
+
+class Checkpoints:
+    """Saves versions and keeps the newest `checkpoint.keep` of them."""
+
+    def __init__(self, config: Config, run_dir: Path, learner: LearnerClient) -> None:
+        self._config = config
+        self._folder = run_dir / "checkpoints"
+        self._learner = learner
+
+    def is_due(self, version: int) -> bool:
+        """Whether `version`, just made, is to be saved."""
+        every = self._config.checkpoint.every
+        return version == self._config.loop.versions or (every > 0 and version % every == 0)
+
+    async def save(self, version: int, prompts: Mapping[str, Any]) -> None:
+        """Save everything that continuing from `version` needs; whole or not at all."""
+        final = self._folder / f"v{version:06d}"
+        partial = final.with_name(final.name + PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        await self._learner.save(str(partial / "megatron"), version)
+        state = {"version": version, "prompts": dict(prompts)}
+        (partial / STATE).write_text(json.dumps(state, indent=1) + "\n")
+        (partial / COMPLETE).touch()
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in whole_checkpoints(self._folder)[: -self._config.checkpoint.keep]:
+            shutil.rmtree(old)
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Folders of the complete checkpoints, oldest first."""
+    return sorted(path.parent for path in folder.glob(f"v*/{COMPLETE}") if path.parent.suffix == "")
+
+
+def newest(run_dir: Path) -> SavedRun | None:
+    """The checkpoint that a run continues from, or None. CheckpointError where it is broken."""
+    found = whole_checkpoints(run_dir / "checkpoints")
+    if not found:
+        return None
+    path = found[-1] / STATE
+    try:
+        state = json.loads(path.read_text())
+        return SavedRun(int(state["version"]), dict(state["prompts"]), found[-1])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error!r}); remove that folder to continue from an older one"
+        ) from error

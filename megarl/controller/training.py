@@ -1,0 +1,139 @@
+"""A run from its config: inputs checked, the loop wired, started or continued, and summed up.
+
+Owns the order in which a run begins and ends. Processes are `launch/`'s; the steps are `loop.py`'s.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.buffer.buffer import Buffer
+from megarl.config.schema import Config
+from megarl.controller import parity
+from megarl.controller.evaluation import Evaluation
+from megarl.controller.loop import Loop
+from megarl.controller.publisher import Publisher
+from megarl.controller.resume import Checkpoints, SavedRun, newest
+from megarl.errors import CheckpointError
+from megarl.learner.client import LearnerClient
+from megarl.observe.metrics import MetricsLog, WandbRun
+from megarl.observe.progress import Progress, end_table
+from megarl.prompts.dataset import load_prompts
+from megarl.prompts.sampler import PromptSampler
+from megarl.prompts.tokenizer import Tokenizer, load_tokenizer
+from megarl.reward.base import Scorer
+from megarl.rollout.collect import Collector
+from megarl.rollout.servers import ServerPool
+from megarl.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads before any engine starts."""
+
+    tokenizer: Tokenizer
+    prompts: tuple[Prompt, ...]
+    eval_prompts: tuple[Prompt, ...]
+
+
+def load_inputs(config: Config) -> Inputs:
+    """Read tokenizer and prompt files. ConfigError, ModelError or DataError name what is wrong."""
+    tokenizer = load_tokenizer(config.actor.model)
+    prompts = load_prompts(config, tokenizer)
+    held_out: tuple[Prompt, ...] = ()
+    if config.eval.prompts:
+        held_out = load_prompts(config, tokenizer, config.eval.prompts)[: config.eval.max_prompts]
+    return Inputs(tokenizer, prompts, held_out)
+
+
+def finished_version(run_dir: Path) -> int:
+    """The policy version that a run folder's newest whole checkpoint holds; 0 where it has none."""
+    saved = newest(run_dir)
+    return saved.version if saved else 0
+
+
+async def train(
+    config: Config, run_dir: Path, inputs: Inputs, learner: LearnerClient, servers: ServerPool
+) -> None:
+    """Run or continue the loop on engines that are up. Prints the end table."""
+    wandb = WandbRun.start(config.observe.wandb, run_dir, config.model_dump())
+    metrics = MetricsLog(run_dir, wandb)
+    progress = Progress(config.loop.versions)
+    rollout = Collector(config, servers, run_dir, inputs.tokenizer)
+    saved = newest(run_dir)
+    try:
+        async with Scorer(config) as reward:
+            loop = Loop(
+                config=config,
+                prompts=PromptSampler(inputs.prompts, config.run.seed, config.prompts.shuffle),
+                rollout=rollout,
+                reward=reward,
+                buffer=Buffer(config),
+                learner=learner,
+                weight_sync=Publisher(learner, servers, metrics),
+                evaluation=Evaluation(config, inputs.eval_prompts, rollout, reward),
+                checkpoints=Checkpoints(config, run_dir, learner),
+                metrics=metrics,
+                progress=progress,
+            )
+            start = await begin(loop, run_dir, saved, inputs, servers)
+            await loop.run(start)
+    finally:
+        await rollout.close()
+        if wandb:
+            wandb.close()
+    progress.note(end_table(metrics.rows(), run_dir))
+
+
+async def begin(
+    loop: Loop, run_dir: Path, saved: SavedRun | None, inputs: Inputs, servers: ServerPool
+) -> int:
+    """Restore what was saved, prove that both sides agree, publish; returns the first version."""
+    config = loop.config
+    probes = inputs.prompts[: config.parity.num_prompts]
+    gate, baseline = config.parity.enabled, None
+    start = saved.version if saved else 0
+    forget_from(loop, run_dir, start)
+    if saved:
+        await restore(loop, saved)
+    elif gate:
+        server = servers.endpoints()[0]
+        baseline = await parity.mean_difference(loop.rollout, loop.learner, probes, server)
+        parity.check(config, baseline, None, "at start")
+    loop.metrics.event("start", version=start, worst_staleness_steps=config.worst_staleness_steps)
+    loop.progress.note(
+        f"{'continuing' if saved else 'starting'} at version {start} of {config.loop.versions}: "
+        f"{config.samples_per_step} samples a step, learner tp={config.learner.parallel.tp} "
+        f"pp={config.learner.parallel.pp} dp={config.data_parallel}, "
+        f"{config.rollout.servers} server(s) tp={config.rollout.parallel.tp}, "
+        f"at most {config.worst_staleness_steps} optimizer steps stale"
+    )
+    await loop.weight_sync.publish(start)
+    if gate:
+        server = servers.endpoints()[0]
+        mean = await parity.mean_difference(loop.rollout, loop.learner, probes, server)
+        parity.check(config, mean, baseline, "after the first weight sync")
+    return start
+
+
+async def restore(loop: Loop, saved: SavedRun) -> None:
+    """Weights, optimizer, random state and prompt cursor of `saved`."""
+    version = await loop.learner.load(str(saved.weights))
+    if version != saved.version:
+        raise CheckpointError(
+            f"{saved.path}: the learner's part is version {version}, its state says "
+            f"{saved.version}; remove that folder to continue from an older one"
+        )
+    loop.prompts.restore(dict(saved.prompts))
+
+
+def forget_from(loop: Loop, run_dir: Path, version: int) -> None:
+    """Drop the numbers and samples of the steps from `version` on, which are done again."""
+    dropped = loop.metrics.keep_before(version)
+    for folder in (run_dir / "rollouts").glob("v*"):
+        if int(folder.name[1:]) >= version:
+            shutil.rmtree(folder)
+    if dropped or version:
+        loop.metrics.event("resume", version=version, steps_done_again=dropped)
