@@ -72,13 +72,15 @@ class MetricsLog:
         return read_rows(self._path)
 
     def keep_before(self, step: int) -> int:
-        """Drop the steps from `step` on, which a resumed run does again; returns how many."""
+        """Drop the steps from `step` on, which a resumed run does again; returns how many.
+
+        A last line that a kill cut short goes too.
+        """
         rows = self.rows()
         kept = [row for row in rows if row["step"] < step]
-        if len(kept) < len(rows) or not self._path.exists():
-            partial = self._path.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            partial.replace(self._path)
+        partial = self._path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        partial.replace(self._path)
         return len(rows) - len(kept)
 
 

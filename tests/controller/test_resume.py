@@ -1,0 +1,87 @@
+"""Checkpoints are whole or do not exist, and the newest whole one is continued from."""
+
+import asyncio
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from megarl.config.schema import Config
+from megarl.controller.resume import Checkpoints, newest, whole_checkpoints
+from megarl.errors import CheckpointError, LearnerError
+from megarl.learner.client import LearnerClient
+
+
+class SavingLearner:
+    """Writes one file where the learner would write its shards; fails where told to."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    async def save(self, path: str, version: int) -> None:
+        Path(path).mkdir(parents=True)
+        (Path(path) / "shard").write_text(str(version))
+        if self.fails:
+            raise LearnerError("save: disk full")
+
+
+def checkpoints(run_dir: Path, keep: int = 2, every: int = 2) -> tuple[Checkpoints, SavingLearner]:
+    learner = SavingLearner()
+    config = Config.model_validate(
+        {
+            "actor": {"model": "m"},
+            "checkpoint": {"keep": keep, "every": every},
+            "loop": {"versions": 7},
+        }
+    )
+    return Checkpoints(config, run_dir, cast(LearnerClient, learner)), learner
+
+
+def test_newest_whole_checkpoint_is_found_with_its_state(tmp_path: Path) -> None:
+    saver, _ = checkpoints(tmp_path)
+    for version in (2, 4):
+        asyncio.run(saver.save(version, {"position": version * 10}))
+    saved = newest(tmp_path)
+    assert saved is not None
+    assert (saved.version, saved.prompts) == (4, {"position": 40})
+    assert (saved.weights / "shard").read_text() == "4"
+
+
+def test_run_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    saver, _ = checkpoints(tmp_path, keep=2)
+    for version in (2, 4, 6):
+        asyncio.run(saver.save(version, {}))
+    assert [p.name for p in whole_checkpoints(tmp_path / "checkpoints")] == ["v000004", "v000006"]
+
+
+def test_save_that_fails_leaves_the_older_one_to_continue_from(tmp_path: Path) -> None:
+    saver, learner = checkpoints(tmp_path)
+    asyncio.run(saver.save(2, {}))
+    learner.fails = True
+    with pytest.raises(LearnerError):
+        asyncio.run(saver.save(4, {}))
+    saved = newest(tmp_path)
+    assert saved is not None and saved.version == 2
+    learner.fails = False
+    asyncio.run(saver.save(4, {}))
+    saved = newest(tmp_path)
+    assert saved is not None and saved.version == 4
+
+
+def test_state_that_cannot_be_read_names_the_file_and_what_to_do(tmp_path: Path) -> None:
+    saver, _ = checkpoints(tmp_path)
+    asyncio.run(saver.save(2, {}))
+    (tmp_path / "checkpoints/v000002/state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"v000002/state.json.*remove that folder"):
+        newest(tmp_path)
+
+
+def test_last_version_is_saved_whatever_the_interval(tmp_path: Path) -> None:
+    saver, _ = checkpoints(tmp_path, every=0)
+    assert [version for version in range(1, 8) if saver.is_due(version)] == [7]
+    saver, _ = checkpoints(tmp_path, every=3)
+    assert [version for version in range(1, 8) if saver.is_due(version)] == [3, 6, 7]

@@ -1,0 +1,78 @@
+"""Metrics of a run: whole objects, in order, and forgotten where a resumed run does steps again."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.observe.metrics import MetricsLog, StepMetrics, WandbRun, read_rows
+
+
+def write_steps(log: MetricsLog, count: int) -> None:
+    for step in range(count):
+        values = StepMetrics(step, version=step)
+        values.add({"reward/mean": step / 10, "tokens/generated": 100})
+        values.close()
+        log.write(values)
+
+
+def test_each_step_is_one_object_with_its_time_and_rate(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    write_steps(log, 2)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
+    row = rows[1]
+    assert row["tokens/generated_per_s"] == pytest.approx(100 / row["time/step_s"])
+
+
+def test_time_of_one_stage_adds_up_over_its_parts() -> None:
+    step = StepMetrics(0, 0)
+    with step.timed("learn"):
+        pass
+    first_s = float(step.values["time/learn_s"])
+    with step.timed("learn"):
+        pass
+    assert float(step.values["time/learn_s"]) > first_s
+
+
+def test_resumed_run_keeps_only_steps_before_its_start(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    write_steps(log, 5)
+    assert log.keep_before(3) == 2
+    assert [row["step"] for row in log.rows()] == [0, 1, 2]
+
+
+def test_line_cut_by_a_kill_is_left_out_and_removed_on_resume(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    write_steps(log, 2)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 2, "rew')
+    assert [row["step"] for row in read_rows(path)] == [0, 1]
+    log.keep_before(2)
+    write_steps(log, 1)
+    assert len(read_rows(path)) == 3
+
+
+def test_event_is_one_object_with_its_facts(tmp_path: Path) -> None:
+    MetricsLog(tmp_path).event("server_rejoined", server="rollout-0", version=3)
+    event = json.loads((tmp_path / "events.jsonl").read_text())
+    assert (event["event"], event["server"], event["version"]) == (
+        "server_rejoined",
+        "rollout-0",
+        3,
+    )
+
+
+def test_wandb_that_is_off_starts_nothing(tmp_path: Path) -> None:
+    assert WandbRun.start("off", tmp_path, {}) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_offline_writes_into_the_run_folder_without_network(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run = WandbRun.start("offline", tmp_path, {"loop": {"versions": 1}})
+    assert run is not None
+    log = MetricsLog(tmp_path, run)
+    write_steps(log, 2)
+    run.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
