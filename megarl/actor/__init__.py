@@ -1,1 +1,1 @@
-
+"""The policy as both engines share it: shape, parameter table, families. Pure."""

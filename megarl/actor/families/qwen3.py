@@ -1,0 +1,25 @@
+"""Qwen3, dense. Data only. Queries and keys are normed per head, before rotation."""
+
+from __future__ import annotations
+
+from megarl.actor.families.dense import NAMES
+from megarl.actor.families.family import Family
+
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    qkv_bias=False,
+    qk_norm=True,
+    head_dim=128,  # transformers' Qwen3Config
+    kv_heads="required",
+    fixed={
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),  # true also puts a bias on o_proj
+        "attention_dropout": (0, 0.0),
+        "use_sliding_window": (False,),
+        "layer_types": ("full_attention",),
+        "partial_rotary_factor": (1, 1.0),
+    },
+    harmless=frozenset({"sliding_window", "max_window_layers"}),
+    names=NAMES,
+)
