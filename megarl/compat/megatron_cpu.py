@@ -1,0 +1,148 @@
+"""Megatron-Core on a machine without CUDA: the calls in which it names the CUDA device go to the CPU.
+
+Owns that redirection, and the care that torch's own AdamW needs in Megatron's checkpoints. None of
+Megatron's computation is replaced. Inert where CUDA is present. Knows nothing of megarl's learner.
+
+For: megatron-core 0.19.2 (private names are touched, so the version is exact). Ends when Megatron-Core
+takes its device from its configuration instead of the literal "cuda".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megarl.compat import placeholders
+
+# The torch factories that Megatron calls with device="cuda" or pin_memory=True.
+_FACTORIES = ("tensor", "empty", "empty_like", "zeros", "ones", "full", "arange")
+
+
+class _Stream:
+    """The CPU's only stream, and its events: all work on it is already done."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def _done(self, *args: object, **kwargs: object) -> _Stream:
+        return self
+
+    wait_stream = wait_event = record_event = synchronize = wait = record = _done
+
+
+def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The torch factory `make`, reading device "cuda" as "cpu" and leaving memory unpinned."""
+
+    @functools.wraps(make)
+    def make_on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return make(*args, **kwargs)
+
+    return make_on_cpu
+
+
+_true_type = torch.Tensor.type
+
+
+def _cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Tensor.type, with the names that Megatron's optimizers sort parameters by."""
+    name = _true_type(tensor, *args, **kwargs)
+    return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
+
+
+def is_installed() -> bool:
+    """Whether this process runs Megatron-Core on the CPU through this file."""
+    return torch.Tensor.type is _cuda_type
+
+
+def install() -> None:
+    """Redirect CUDA to the CPU in this process, once; does nothing where CUDA is present.
+
+    Call it before anything of Megatron-Core is imported.
+    """
+    if torch.cuda.is_available() or is_installed():
+        return
+    # torch caches the factories that `with torch.device(...)` acts on at its first use. Were they the
+    # wrapped ones, models that Hugging Face builds later would keep uninitialised RoPE tables.
+    torch.utils._device._device_constructors()  # type: ignore[attr-defined]
+    placeholders.install(["triton"])
+    _redirect_torch()
+    with warnings.catch_warnings():  # that apex and Transformer Engine are absent is why we are here
+        warnings.simplefilter("ignore")
+        _redirect_megatron()
+
+
+def _redirect_torch() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda tensor, *args, **kwargs: tensor
+    tensor.type = _cuda_type
+    torch.compiler.set_stance("force_eager")  # Megatron compiles its small fusions
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.Stream = cuda.current_stream = _Stream
+    cuda.stream = contextlib.nullcontext
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = torch.get_rng_state
+
+
+def _redirect_megatron() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+    # torch's AdamW keeps its step beside the moments, where a loaded checkpoint has none.
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states_with_step(self: Any, param: Any, tensors: Mapping[str, Any]) -> Any:
+        return set_states(self, param, {"step": None, **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_with_step
+
+    # Counts that are on the CPU already would reach all_to_all_single as tensors, not numbers.
+    def counts_on_cpu(tensor: Any, as_numpy: bool = False, **kwargs: Any) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = counts_on_cpu
+
+
+def init_optimizer_state(optimizer: Any) -> None:
+    """Give torch's AdamW the state it has from its first step on. Call before loading one.
+
+    `optimizer` is a Megatron ChainedOptimizer. Nothing to do for other Adams, nor a second time.
+    """
+    for inner in _torch_adamws(optimizer):
+        for param in (param for group in inner.param_groups for param in group["params"]):
+            if not inner.state.get(param):
+                zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[param] = {"step": torch.tensor(0.0), **zeros}
+
+
+def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)`, keeping one step counter per parameter.
+
+    After loading, Megatron shares one counter tensor, which torch's AdamW would count up once per
+    parameter, so that its bias correction goes wrong without an error.
+    """
+    optimizer.load_state_dict(state)
+    for inner in _torch_adamws(optimizer):
+        for param_state in inner.state.values():
+            param_state["step"] = param_state["step"].clone()
+
+
+def _torch_adamws(optimizer: Any) -> list[torch.optim.AdamW]:
+    inner = (part.optimizer for part in optimizer.chained_optimizers)
+    return [each for each in inner if isinstance(each, torch.optim.AdamW)]

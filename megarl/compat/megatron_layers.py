@@ -1,0 +1,128 @@
+"""A decoder block of Megatron's local layers, for machines without Transformer Engine.
+
+Owns the three parts that Megatron has only through Transformer Engine: the linear with its norm inside,
+RMSNorm under sequence parallelism, and attention over packed sequences. Parameter names are those of the
+Transformer Engine block, so layouts and checkpoints are the same on CPU and GPU. Knows nothing of
+megarl's learner. Import it after `megatron_cpu.install()`.
+
+For: megatron-core 0.19.2. Ends when Megatron's local layers do these three.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm; its weight is marked, so that its gradient is summed over tensor ranks."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+
+
+class NormedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """RMSNorm and column-parallel linear in one, as Transformer Engine's, with its names."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        weight = torch.ones(input_size, dtype=config.params_dtype)
+        self.layer_norm_weight = torch.nn.Parameter(weight)
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
+        eps = self.config.layernorm_epsilon
+        normed = F.rms_norm(input_, input_.shape[-1:], self.layer_norm_weight, eps)
+        return super().forward(normed, *args, **kwargs)
+
+
+# T packed tokens, S tokens of one sequence, B batch, N heads, D head width
+class CoreAttention(torch.nn.Module):
+    """Causal attention on torch's SDPA, over whole sequences or packed ones (thd)."""
+
+    def __init__(
+        self, *, softmax_scale: float | None = None, pg_collection: Any, **kwargs: object
+    ) -> None:
+        super().__init__()
+        assert pg_collection.cp.size() == 1, "this attention does not do context parallelism"
+        self.scale = softmax_scale
+
+    def _attend(self, query_SBND: Tensor, key_SBND: Tensor, value_SBND: Tensor) -> Tensor:
+        """[S, B, N, D] to [S, B, N * D]; key and value may have fewer heads."""
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_SBND, value_SBND))
+        out = F.scaled_dot_product_attention(
+            query, key, value, scale=self.scale, is_causal=True, enable_gqa=True
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: object,
+    ) -> Tensor:
+        """[S, B, N, D] to [S, B, N * D]; packed: [T, N, D] to [T, N * D].
+
+        Packed sequences must cover all T tokens.
+        """
+        if packed_seq_params is None:
+            return self._attend(query, key, value)
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        rows = zip(*(t.unsqueeze(1).split(lengths) for t in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*row) for row in rows]).squeeze(1)
+
+
+class _Backend(LocalSpecProvider):  # type: ignore[misc]
+    """The local parts an MLP is built of, with the norm inside its first linear."""
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormedColumnParallelLinear
+
+
+def block_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
+    """The spec of a dense decoder block of `num_layers` local layers."""
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=NormedColumnParallelLinear,
+        core_attention=CoreAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    layer = TransformerLayerSubmodules(
+        self_attention=ModuleSpec(
+            module=SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=attention,
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        mlp=get_mlp_module_spec_for_backend(_Backend()),
+        mlp_bda=get_bias_dropout_add,
+    )
+    layers = [ModuleSpec(module=TransformerLayer, submodules=layer)] * num_layers
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -1,0 +1,126 @@
+"""The ranks of the learner: torch.distributed, Megatron's parallel state, devices and seeds.
+
+Owns how a process becomes rank (t, d, p) of TP x DP x PP. Knows nothing of models, losses or batches.
+Megatron is imported inside functions only, after its CPU substitution is in place.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.compat import megatron_cpu
+from megarl.errors import LaunchError
+from megarl.reshard.mesh import LearnerMesh
+
+ProcessGroup = Any  # torch.distributed.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where this process stands in the mesh, and the groups it talks through."""
+
+    mesh: LearnerMesh
+    device: torch.device
+    rank: int
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+    tp_group: ProcessGroup
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits, log-probs and the loss."""
+        return self.pp_rank == self.mesh.pp - 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank's per-sample numbers count: one tensor rank of the last stage."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of this process; `wanted` is `launch.device`.
+
+    Raises LaunchError where CUDA is wanted and absent, or where the CPU is wanted beside visible GPUs
+    (Megatron would put its buffers there).
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise LaunchError("launch.device is cuda, but torch sees none; use auto or cpu")
+    if wanted == "cpu" and torch.cuda.is_available():
+        raise LaunchError(
+            "launch.device is cpu, but torch sees CUDA devices; hide them from the learner with "
+            "CUDA_VISIBLE_DEVICES=''"
+        )
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"local rank {local_rank} has no GPU, this node shows {torch.cuda.device_count()}; "
+            "start at most one learner process per GPU"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def start(
+    mesh: LearnerMesh, device: str = "auto", seed: int = 0, timeout_s: float = 1800.0
+) -> Ranks:
+    """Join torch.distributed (from torchrun's environment, unless joined already) and build the mesh.
+
+    Collective over all ranks. `timeout_s` bounds every collective. Calling it again with another mesh
+    of the same size replaces the mesh. Raises LaunchError where the number of processes is not the
+    mesh's.
+    """
+    megatron_cpu.install()
+    chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    world_size, wanted = dist.get_world_size(), mesh.tp * mesh.pp * mesh.dp
+    if world_size != wanted:
+        raise LaunchError(
+            f"the learner has {world_size} processes, but tp={mesh.tp} x pp={mesh.pp} x dp={mesh.dp} "
+            f"needs {wanted}; set placement.learner_gpus to a multiple of tp x pp"
+        )
+    from megatron.core import parallel_state, tensor_parallel
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=mesh.tp,
+        pipeline_model_parallel_size=mesh.pp,
+        distributed_timeout_minutes=max(1, int(timeout_s // 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    torch.manual_seed(seed)
+    return Ranks(
+        mesh=mesh,
+        device=chosen,
+        rank=dist.get_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+
+
+def stop() -> None:
+    """Leave the mesh and torch.distributed. Collective over all ranks."""
+    if not dist.is_initialized():
+        return
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,229 @@
+"""Samples to packed microbatches: token ids, targets, masks and log-probs in one row of T tokens.
+
+Owns the packed form and the way back to samples. Reads group files; knows nothing of models or losses.
+
+Everything per token stands at the *predicting* position: entry t speaks of token t + 1 of its sequence.
+T packed tokens, padded to one length in a whole minibatch; K sequences, the padding among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megarl.buffer.groupfile import GroupTokens, SampleTokens, read_group
+from megarl.errors import ShapeError
+from megarl.types import MinibatchPlan, SampleRef
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One sequence of a microbatch: its tokens are packed at [start, start + length).
+
+    Its response begins at token `prompt_length` of it.
+    """
+
+    key: str
+    start: int
+    length: int
+    prompt_length: int
+
+    @property
+    def response(self) -> slice:
+        """The predicting positions of its response tokens."""
+        return slice(self.start + self.prompt_length - 1, self.start + self.length - 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMicrobatch:
+    """What one forward pass of one data-parallel rank sees. Log-probs are in nats.
+
+    tokens_T, targets_T, positions_T int64; loss_mask_T bool; behavior_logp_T, advantage_T float32;
+    cu_seqlens int32 [K + 1], the last sequence being the padding where there is any.
+    """
+
+    tokens_T: Tensor
+    targets_T: Tensor
+    positions_T: Tensor
+    loss_mask_T: Tensor
+    behavior_logp_T: Tensor
+    advantage_T: Tensor
+    cu_seqlens: Tensor
+    segments: tuple[Segment, ...]
+
+    def to(self, device: torch.device) -> PackedMicrobatch:
+        """This microbatch with its tensors on `device`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+        return PackedMicrobatch(**moved)
+
+
+def aligned_length(num_tokens: int, multiple: int) -> int:
+    """The smallest positive multiple of `multiple` that holds `num_tokens`.
+
+    >>> aligned_length(33, 4), aligned_length(0, 4)
+    (36, 4)
+    """
+    return max(1, -(-num_tokens // multiple)) * multiple
+
+
+def pack(rows: Sequence[tuple[SampleTokens, float]], length: int) -> PackedMicrobatch:
+    """Pack (tokens, advantage) rows into `length` tokens, on the CPU.
+
+    Raises ShapeError where they do not fit, or where a loss token has no token before it.
+    """
+    total = sum(len(sample.tokens) for sample, _ in rows)
+    if total > length:
+        raise ShapeError(
+            f"a microbatch of {total} tokens does not fit {length}; the schedule and "
+            "learner.max_tokens_per_microbatch disagree"
+        )
+    tokens = np.zeros(length, np.int64)
+    targets = np.zeros(length, np.int64)
+    mask = np.zeros(length, np.bool_)
+    behavior = np.zeros(length, np.float32)
+    advantages = np.zeros(length, np.float32)
+    segments: list[Segment] = []
+    start = 0
+    for sample, advantage in rows:
+        end = start + len(sample.tokens)
+        if len(sample.tokens) == 0 or sample.loss_mask[0]:
+            raise ShapeError(
+                f"{sample.sample_id}: its first token is a loss token, or it has none; "
+                "a response needs a prompt of at least one token"
+            )
+        tokens[start:end] = sample.tokens
+        targets[start : end - 1] = sample.tokens[1:]
+        mask[start : end - 1] = sample.loss_mask[1:] != 0
+        behavior[start : end - 1] = sample.behavior_logprobs[1:]
+        advantages[start:end] = advantage
+        segments.append(Segment(sample.sample_id, start, end - start, sample.prompt_length))
+        start = end
+    ends = [segment.start + segment.length for segment in segments]
+    cu_seqlens = np.array([0, *ends] + [length] * (start < length), np.int32)
+    positions = np.arange(length) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+    return PackedMicrobatch(
+        tokens_T=torch.from_numpy(tokens),
+        targets_T=torch.from_numpy(targets),
+        positions_T=torch.from_numpy(positions.astype(np.int64)),
+        loss_mask_T=torch.from_numpy(mask),
+        behavior_logp_T=torch.from_numpy(behavior),
+        advantage_T=torch.from_numpy(advantages),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        segments=tuple(segments),
+    )
+
+
+def check_plan(plan: MinibatchPlan, data_parallel: int) -> None:
+    """Prove that the schedule fits this learner, the same way on every rank.
+
+    Raises ShapeError where data-parallel ranks differ in their number of microbatches (collectives would
+    hang), where the number of ranks differs, or where loss tokens do not add up to the denominator.
+    """
+    counts = [len(microbatches) for microbatches in plan.schedule]
+    if len(counts) != data_parallel or len(set(counts)) != 1 or counts[0] == 0:
+        raise ShapeError(
+            f"the schedule has microbatches {counts}; the learner has {data_parallel} data-parallel "
+            "ranks, and each needs the same number, at least one"
+        )
+    refs = [ref for rank in plan.schedule for microbatch in rank for ref in microbatch]
+    num_loss_tokens = sum(ref.num_loss_tokens for ref in refs)
+    if num_loss_tokens != plan.num_loss_tokens or num_loss_tokens == 0:
+        raise ShapeError(
+            f"the samples of the minibatch have {num_loss_tokens} loss tokens, its plan says "
+            f"{plan.num_loss_tokens}; it must be their sum and above 0"
+        )
+
+
+def pack_minibatch(
+    plan: MinibatchPlan, dp_rank: int, multiple: int
+) -> tuple[list[PackedMicrobatch], int]:
+    """This data-parallel rank's microbatches, all of one length (also returned), from group files.
+
+    The length is the same on every rank: the plan's, rounded up to `multiple`. Raises DataError where a
+    group file is missing or broken, ShapeError where it and the schedule disagree.
+    """
+    length = aligned_length(plan.microbatch_tokens, multiple)
+    groups: dict[str, GroupTokens] = {}
+    packed = []
+    for refs in plan.schedule[dp_rank]:
+        rows = [(_read(ref, groups), ref.advantage) for ref in refs]
+        packed.append(pack(rows, length))
+    return packed, length
+
+
+def pack_sequences(
+    sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+    max_tokens: int,
+    data_parallel: int,
+    dp_rank: int,
+    multiple: int,
+) -> tuple[list[PackedMicrobatch], int]:
+    """This rank's share of (prompt, response) pairs, in order, by a token budget; keys are their indices.
+
+    Every rank gets the same number of microbatches. Returns them and their one length. Raises ShapeError
+    where a sequence is longer than the budget or has no prompt.
+    """
+    bins: list[list[int]] = []
+    room = 0
+    for index, (prompt, response) in enumerate(sequences):
+        size = len(prompt) + len(response)
+        if size > max_tokens or not prompt:
+            raise ShapeError(
+                f"sequence {index} has {len(prompt)} prompt and {size} tokens; it needs a prompt, and at "
+                f"most learner.max_tokens_per_microbatch={max_tokens} tokens"
+            )
+        if size > room:
+            bins.append([])
+            room = max_tokens
+        bins[-1].append(index)
+        room -= size
+    sizes = [sum(len(part) for index in each for part in sequences[index]) for each in bins]
+    length = aligned_length(max(sizes, default=0), multiple)
+    bins += [[] for _ in range(-len(bins) % data_parallel)]
+    mine = bins[dp_rank::data_parallel]
+    return [pack([(_plain(i, *sequences[i]), 0.0) for i in each], length) for each in mine], length
+
+
+def by_segment(
+    values_T: Iterable[Tensor], microbatches: Iterable[PackedMicrobatch]
+) -> Mapping[str, Tensor]:
+    """Each segment's response values, by its key."""
+    return {
+        segment.key: value_T[segment.response]
+        for value_T, microbatch in zip(values_T, microbatches, strict=True)
+        for segment in microbatch.segments
+    }
+
+
+def _read(ref: SampleRef, groups: dict[str, GroupTokens]) -> SampleTokens:
+    if ref.path not in groups:
+        groups[ref.path] = read_group(ref.path)
+    sample = groups[ref.path].sample(ref.index)
+    found = (sample.sample_id, len(sample.tokens), int(np.count_nonzero(sample.loss_mask)))
+    if found != (ref.sample_id, ref.num_tokens, ref.num_loss_tokens):
+        raise ShapeError(
+            f"{ref.path} row {ref.index}: (sample, tokens, loss tokens) is {found}, the schedule says "
+            f"{(ref.sample_id, ref.num_tokens, ref.num_loss_tokens)}; the file belongs to another run"
+        )
+    return sample
+
+
+def _plain(index: int, prompt: Sequence[int], response: Sequence[int]) -> SampleTokens:
+    tokens: npt.NDArray[np.int32] = np.array([*prompt, *response], np.int32)
+    return SampleTokens(
+        sample_id=str(index),
+        prompt_length=len(prompt),
+        tokens=tokens,
+        loss_mask=(np.arange(len(tokens)) >= len(prompt)).astype(np.uint8),
+        behavior_logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.full(len(tokens), -1, np.int32),
+    )
