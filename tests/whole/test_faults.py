@@ -1,0 +1,100 @@
+"""Processes of a run are killed for real: what must go on goes on, what must end says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+from tests.whole.conftest import Run
+
+SHM = Path("/dev/shm")
+
+
+def scheduler(run: Run) -> psutil.Process:
+    """SGLang's scheduler process of the run's first server."""
+    found = [p for p in run.processes() if "sglang::scheduler" in " ".join(p.cmdline())]
+    assert found, [p.cmdline()[:3] for p in run.processes()]
+    return found[0]
+
+
+def learner_rank(run: Run, rank: int) -> psutil.Process:
+    """The process of one learner rank."""
+    for process in run.processes():
+        try:
+            if process.environ().get("RANK") == str(rank):
+                return process
+        except psutil.Error:
+            continue
+    raise AssertionError(f"no rank {rank} among {run.processes()}")
+
+
+def own_shm(before: Iterable[str]) -> set[str]:
+    return set(os.listdir(SHM)) - set(before)
+
+
+def trained_ids(run: Run, step: int) -> list[str]:
+    """Names of the group files of one step."""
+    return sorted(p.name for p in (run.dir / f"rollouts/v{step:06d}").glob("*.safetensors"))
+
+
+def test_killed_scheduler_is_replaced_and_no_prompt_is_lost_or_used_twice(
+    quickstart: Callable[..., Run],
+) -> None:
+    run = quickstart("--loop.versions", "8", "--rollout.sampling.max_new_tokens", "4")
+    run.start()
+    run.until(lambda: len(run.rows) >= 2)
+    scheduler(run).send_signal(signal.SIGKILL)
+    assert run.wait(300) == 0, run.output
+    rows = run.rows
+    assert [row["step"] for row in rows] == list(range(8))
+    assert all(row["buffer/samples"] == 256 for row in rows)
+    assert all(len(trained_ids(run, step)) == 16 for step in range(8))
+    assert all(row["mismatch/mean_abs_logprob"] < 1e-4 for row in rows)
+    assert any(event["event"] == "server_rejoined" for event in run.events) or any(
+        event["event"] == "server_restarted" for event in run.events
+    )
+
+
+def test_killed_learner_rank_ends_the_run_with_its_name_and_the_same_command_resumes(
+    quickstart: Callable[..., Run],
+) -> None:
+    before = os.listdir(SHM)
+    run = quickstart("--loop.versions", "6", "--checkpoint.every", "2")
+    run.start()
+    run.until(lambda: len(run.rows) >= 3)
+    killed_s = time.monotonic()
+    learner_rank(run, 1).send_signal(signal.SIGKILL)
+    assert run.wait(60) == 1
+    assert time.monotonic() - killed_s < 30
+    last = run.output[-2000:]
+    assert "rank 1" in last and "SIGKILL" in last and "phase" in last, last
+    assert "Traceback" not in run.output
+    assert not run.processes()
+    assert not own_shm(before)
+
+    assert run.finish()
+    assert [row["step"] for row in run.rows] == list(range(6))
+    assert any(event["event"] == "resume" and event["version"] >= 2 for event in run.events)
+    assert "continuing at version" in run.output
+
+
+def test_interrupted_run_is_gone_within_fifteen_seconds_and_resumes(
+    quickstart: Callable[..., Run],
+) -> None:
+    before = os.listdir(SHM)
+    run = quickstart("--loop.versions", "40", "--checkpoint.every", "2")
+    run.start()
+    run.until(lambda: len(run.rows) >= 3)
+    assert run.process is not None
+    interrupted_s = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(30) == 130
+    while run.processes() or own_shm(before):
+        assert time.monotonic() - interrupted_s < 15, (run.processes(), own_shm(before))
+        time.sleep(0.1)
+    assert "Traceback" not in run.output
