@@ -1,0 +1,138 @@
+"""The command line: train | config | help. Owns its form, its help and the exit status.
+
+Knows nothing of components: settings are described by `config/`, a run is made by `launch/`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl import __version__
+from megarl.config.load import load_config
+from megarl.config.render import render_config, toml_value
+from megarl.config.settings import (
+    Setting,
+    SettingGroup,
+    nearest_name,
+    setting_groups,
+)
+from megarl.errors import ConfigError, MegarlError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+WIDTH = 100
+
+USAGE = """\
+megarl: reinforcement learning for language models; Megatron-Core learns, SGLang generates.
+
+  megarl train CONFIG [--group.setting VALUE ...]    run, or continue, what CONFIG describes
+  megarl config CONFIG [--group.setting VALUE ...]   print every setting, resolved and checked
+  megarl help [NAME]                                 describe a setting, a group, or all of them
+  megarl --version
+
+CONFIG is a TOML file. --group.setting=VALUE works too, and a flag alone means true.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status.
+
+    0 done, 1 a run failed, 2 the input is wrong, 130 interrupted. Errors that a user is meant to
+    read go to stderr without a traceback.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(given)
+    except ConfigError as error:
+        _complain(error.violations)
+        return error.exit_status
+    except MegarlError as error:
+        _complain([str(error)])
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("megarl: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output, such as head, has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(given: list[str]) -> int:
+    match given:
+        case [] | ["-h" | "--help"] | ["help", "-h" | "--help"]:
+            print(USAGE, end="")
+        case ["--version"]:
+            print(f"megarl {__version__}")
+        case ["train" | "config", *rest] if "-h" in rest or "--help" in rest:
+            print(USAGE)
+            print(_reference(setting_groups()))
+        case ["train", path, *overrides] if not path.startswith("-"):
+            _train(path, overrides)
+        case ["config", path, *overrides] if not path.startswith("-"):
+            print(render_config(load_config(path, overrides)), end="")
+        case ["train" | "config" as command, *_]:
+            raise ConfigError(
+                f"megarl {command} needs a TOML file first: megarl {command} CONFIG [--name value]"
+            )
+        case ["help"]:
+            print(_reference(setting_groups()))
+        case ["help", name]:
+            print(_reference(_matching(name)))
+        case [command, *_]:
+            raise ConfigError(f"{command!r} is no command of megarl; use train, config or help")
+    return 0
+
+
+def _train(path: str, overrides: list[str]) -> None:
+    from megarl.launch.run import run_training  # other commands must work without its imports
+
+    config = load_config(path, overrides)
+    run_training(config, Path(config.run.dir).absolute() / config.run.name)
+
+
+def _matching(name: str) -> list[SettingGroup]:
+    """The setting `name` in its group, or the group `name` with the groups inside it."""
+    name = name.removeprefix("--")
+    groups = setting_groups()
+    inside = [group for group in groups if f"{group.name}.".startswith(f"{name}.")]
+    if inside:
+        return inside
+    for group in groups:
+        for setting in group.settings:
+            if setting.name == name:
+                return [SettingGroup(group.name, group.doc, (setting,))]
+    nearest = nearest_name(name)
+    hint = f"the nearest is {nearest}" if nearest else "`megarl help` lists all"
+    raise ConfigError(f"{name} is no setting and no group of settings; {hint}")
+
+
+def _reference(groups: Sequence[SettingGroup]) -> str:
+    lines: list[str] = []
+    for group in groups:
+        lines += [f"[{group.name}]  {group.doc}", ""]
+        for setting in group.settings:
+            lines.append(f"  --{setting.name}  {_takes(setting)}")
+            lines += textwrap.wrap(
+                setting.doc, WIDTH - 6, initial_indent="      ", subsequent_indent="      "
+            )
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _takes(setting: Setting) -> str:
+    if setting.required:
+        return f"{setting.values}; required"
+    return f"{setting.values}; default {toml_value(setting.default)}"
+
+
+def _complain(violations: Sequence[str]) -> None:
+    if len(violations) == 1:
+        print(f"megarl: {violations[0]}", file=sys.stderr)
+        return
+    print(f"megarl: {len(violations)} things keep this from running:", file=sys.stderr)
+    for violation in violations:
+        print(f"  - {violation}", file=sys.stderr)

@@ -1,0 +1,261 @@
+"""What combinations of settings, the model, files and this machine allow; all violations at once.
+
+Owns the arithmetic between settings and its words. Must not know where the settings came from, and
+imports no engine: what the engines allow is written down here, with its source.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megarl.actor.parameters import parameter_table
+from megarl.actor.shape import ModelShape, read_shape
+from megarl.config.check_model import LENGTHS, check_model_files, check_shape, longest_sample
+from megarl.config.schema import Config
+from megarl.config.violation import Violation
+from megarl.errors import LayoutError, ModelError
+from megarl.reshard.files import checkpoint_layout
+
+MAX_PORT = 65535
+
+
+def check_config(config: Config) -> list[Violation]:
+    """Everything that keeps `config` from running here, with the model folder read once."""
+    model = Path(config.actor.model)
+    found: list[Violation] = []
+    shape: ModelShape | None = None
+    try:
+        shape = read_shape(model)
+        checkpoint_layout(model, parameter_table(shape))
+    except (ModelError, LayoutError) as error:
+        found.append(Violation(str(error), ("actor.model",)))
+    if model.is_dir():
+        found += check_model_files(config, model)
+    found += check_settings(config)
+    if shape is not None:
+        found += check_shape(config, shape)
+    found += check_machine(config, os.environ)
+    return found
+
+
+def check_settings(config: Config) -> list[Violation]:
+    """Settings against each other, and the files they name."""
+    checks = (_names, _batches, _processes, _lengths, _prompts, _reward, _evaluation)
+    return [violation for check in checks for violation in check(config)]
+
+
+def check_machine(config: Config, environ: Mapping[str, str]) -> list[Violation]:
+    """Settings against this machine: interpreters, Slurm, and ports where the run is local."""
+    found = list(_interpreters(config))
+    inside_job = "SLURM_JOB_ID" in environ
+    if config.launch.kind == "slurm" and not inside_job:
+        found.append(
+            Violation(
+                "launch.kind = slurm outside a Slurm job (SLURM_JOB_ID is not set); "
+                "submit slurm/train.sbatch, or use launch.kind = local",
+                ("launch.kind",),
+            )
+        )
+    local = config.launch.kind == "local" or (config.launch.kind == "auto" and not inside_job)
+    found += _ports(config, check_taken=local)
+    return found
+
+
+def _names(config: Config) -> Iterator[Violation]:
+    name = config.run.name
+    if not name or name in (".", "..") or "/" in name or "\0" in name:
+        yield Violation(
+            f"run.name = {name!r} is no name of a folder; the run folder is run.dir/run.name",
+            ("run.name",),
+        )
+
+
+def _batches(config: Config) -> Iterator[Violation]:
+    rollout, samples = config.rollout, config.samples_per_step
+    steps = config.learner.optimizer_steps_per_rollout
+    sizes = ("rollout.prompts_per_step", "rollout.samples_per_prompt")
+    if samples % steps:
+        yield Violation(
+            f"rollout.prompts_per_step x rollout.samples_per_prompt = {rollout.prompts_per_step} x "
+            f"{rollout.samples_per_prompt} = {samples} samples do not split into "
+            f"learner.optimizer_steps_per_rollout = {steps} minibatches of one size; "
+            f"use a number that divides {samples}",
+            (*sizes, "learner.optimizer_steps_per_rollout"),
+        )
+    if rollout.samples_per_prompt == 1:
+        yield Violation(
+            "rollout.samples_per_prompt = 1 leaves advantage.estimator = grpo nothing to compare: "
+            "every advantage is 0; use 2 or more",
+            ("rollout.samples_per_prompt",),
+        )
+    if rollout.max_inflight_samples < rollout.samples_per_prompt:
+        yield Violation(
+            f"rollout.max_inflight_samples = {rollout.max_inflight_samples} is below "
+            f"rollout.samples_per_prompt = {rollout.samples_per_prompt}, and a group is asked for "
+            "in one request; raise it",
+            ("rollout.max_inflight_samples", "rollout.samples_per_prompt"),
+        )
+
+
+def _processes(config: Config) -> Iterator[Violation]:
+    parallel, processes = config.learner.parallel, config.placement.learner_gpus
+    ranks = parallel.tp * parallel.pp
+    if processes % ranks:
+        nearest = -(-processes // ranks) * ranks
+        yield Violation(
+            f"placement.learner_gpus = {processes} is no multiple of learner.parallel.tp x "
+            f"learner.parallel.pp = {parallel.tp} x {parallel.pp} = {ranks}; "
+            f"use {nearest}, or 0 for one data-parallel rank",
+            ("placement.learner_gpus", "learner.parallel.tp", "learner.parallel.pp"),
+        )
+
+
+def _lengths(config: Config) -> Iterator[Violation]:
+    longest, words = longest_sample(config)
+    microbatch, cache = config.learner.max_tokens_per_microbatch, config.rollout.max_total_tokens
+    if longest > microbatch:
+        yield Violation(
+            f"{words} exceed learner.max_tokens_per_microbatch = {microbatch}, and a sample is "
+            f"never split; raise it to {longest} or more, or lower the lengths",
+            (*LENGTHS, "learner.max_tokens_per_microbatch"),
+        )
+    if cache and longest > cache:
+        yield Violation(
+            f"{words} exceed rollout.max_total_tokens = {cache}, the whole KV cache of a server; "
+            f"raise it to {longest} or more, or lower the lengths",
+            (*LENGTHS, "rollout.max_total_tokens"),
+        )
+
+
+def _prompts(config: Config) -> Iterator[Violation]:
+    prompts = config.prompts
+    generated = prompts.format == "reasoning_gym"
+    if generated and not prompts.task:
+        yield Violation(
+            "prompts.format = reasoning_gym needs prompts.task, the name of one of its tasks",
+            ("prompts.format", "prompts.task"),
+        )
+    if generated and not prompts.num_prompts:
+        yield Violation(
+            "prompts.num_prompts = 0 generates no prompt; use 1 or more", ("prompts.num_prompts",)
+        )
+    if generated and prompts.path:
+        yield _pointless("prompts.path", prompts.path, "prompts.format", prompts.format)
+    if not generated and prompts.task:
+        yield _pointless("prompts.task", prompts.task, "prompts.format", prompts.format)
+    if not generated and prompts.task_args:
+        yield _pointless("prompts.task_args", prompts.task_args, "prompts.format", prompts.format)
+    if prompts.system and prompts.template == "none":
+        yield _pointless("prompts.system", prompts.system, "prompts.template", prompts.template)
+    if not generated:
+        yield from _file(
+            "prompts.path", prompts.path, f"prompts.format = {prompts.format} needs it"
+        )
+
+
+def _evaluation(config: Config) -> Iterator[Violation]:
+    evaluation = config.eval
+    if evaluation.prompts and config.prompts.format == "reasoning_gym":
+        yield _pointless("eval.prompts", evaluation.prompts, "prompts.format", "reasoning_gym")
+    elif evaluation.prompts:
+        yield from _file("eval.prompts", evaluation.prompts, "")
+    elif evaluation.every:
+        yield Violation(
+            f"eval.every = {evaluation.every} without eval.prompts evaluates nothing; name a "
+            "prompt file, or use 0",
+            ("eval.every", "eval.prompts"),
+        )
+
+
+def _reward(config: Config) -> Iterator[Violation]:
+    kind, function = config.reward.kind, config.reward.function
+    if kind == "reasoning_gym" and config.prompts.format != "reasoning_gym":
+        yield Violation(
+            "reward.kind = reasoning_gym scores only what prompts.format = reasoning_gym "
+            f"generates; found prompts.format = {config.prompts.format}",
+            ("reward.kind", "prompts.format"),
+        )
+    if kind != "function":
+        if function:
+            yield _pointless("reward.function", function, "reward.kind", kind)
+        return
+    path, _, name = function.rpartition(":")
+    if not path or not name.isidentifier():
+        yield Violation(
+            f"reward.kind = function needs reward.function as path/to/file.py:name; "
+            f"found {function!r}",
+            ("reward.kind", "reward.function"),
+        )
+    else:
+        yield from _file("reward.function", path, "")
+
+
+def _file(name: str, path: str, need: str) -> Iterator[Violation]:
+    if not path:
+        yield Violation(f"{name} is not set; {need}", (name,))
+    elif not Path(path).is_file():
+        found = "is a folder" if Path(path).is_dir() else "does not exist"
+        yield Violation(f"{name}: {path} {found}; name an existing file", (name,))
+
+
+def _pointless(name: str, value: object, because: str, found: str) -> Violation:
+    return Violation(
+        f"{name} = {value!r} has no meaning with {because} = {found}; remove one", (name, because)
+    )
+
+
+def _interpreters(config: Config) -> Iterator[Violation]:
+    for name, python in (
+        ("launch.learner_python", config.launch.learner_python),
+        ("launch.rollout_python", config.launch.rollout_python),
+    ):
+        if python and shutil.which(python) is None:
+            yield Violation(
+                f"{name} = {python!r} is no program that can be run here; name the python of an "
+                "environment, or leave it empty for this one",
+                (name,),
+            )
+
+
+def _ports(config: Config, check_taken: bool) -> Iterator[Violation]:
+    """Fixed ports: in range, apart from each other, and free on this host."""
+    first, servers = config.launch.rollout_port, config.rollout.servers
+    learner = config.launch.learner_port
+    ports = [("launch.learner_port", learner)] if learner else []
+    if first:
+        last = first + servers - 1
+        if last > MAX_PORT:
+            yield Violation(
+                f"launch.rollout_port = {first} with rollout.servers = {servers} reaches port "
+                f"{last}, above {MAX_PORT}; use {MAX_PORT - servers + 1} or less",
+                ("launch.rollout_port", "rollout.servers"),
+            )
+        if first <= learner <= last:
+            yield Violation(
+                f"launch.learner_port = {learner} is one of the servers' ports {first} to {last} "
+                "(launch.rollout_port); move one",
+                ("launch.learner_port", "launch.rollout_port"),
+            )
+        ports += [("launch.rollout_port", port) for port in range(first, min(last, MAX_PORT) + 1)]
+    for name, port in ports:
+        if check_taken and not _is_free(port):
+            yield Violation(
+                f"{name}: port {port} is taken on this host by another process; end it, use "
+                "another port, or 0 for a free one",
+                (name,),
+            )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # as servers bind: a port in TIME_WAIT is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,157 @@
+"""What the model allows: parallel sizes that divide it, lengths of samples, files in its folder.
+
+Owns the arithmetic between settings and the model's shape. Imports no engine: what the engines
+allow is written down here, with its source.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megarl.actor.shape import ModelShape
+from megarl.config.schema import Config
+from megarl.config.violation import Violation
+
+# SGLang 0.5.23 on a CPU pads intermediate sizes to a multiple of 32 x tp, configs/update_config.py
+CPU_INTERMEDIATE_MULTIPLE = 32
+
+LENGTHS = ("prompts.max_prompt_tokens", "rollout.sampling.max_new_tokens")
+
+
+def check_shape(config: Config, shape: ModelShape) -> list[Violation]:
+    """Settings against the shape of the model: what divides, and how long a sample can be."""
+    checks = (_positions, _learner_layout, _rollout_layout)
+    return [violation for check in checks for violation in check(config, shape)]
+
+
+def check_model_files(config: Config, model: Path) -> Iterator[Violation]:
+    """The tokenizer, and the chat template where one is needed."""
+    if not (model / "tokenizer.json").is_file():
+        yield Violation(
+            f"{model} has no tokenizer.json; save the tokenizer with its fast form",
+            ("actor.model",),
+        )
+    if config.prompts.template != "chat" or (model / "chat_template.jinja").is_file():
+        return
+    path = model / "tokenizer_config.json"
+    template = None
+    if path.is_file():
+        try:
+            template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+            yield Violation(f"{path} is no JSON object: {error}", ("actor.model",))
+            return
+    if not template:
+        yield Violation(
+            f"prompts.template = chat, but the model in {model} has no chat template (neither "
+            "chat_template.jinja nor chat_template in tokenizer_config.json); "
+            "use prompts.template = none, or a model that has one",
+            ("prompts.template", "actor.model"),
+        )
+
+
+def _positions(config: Config, shape: ModelShape) -> Iterator[Violation]:
+    longest, words = longest_sample(config)
+    if longest > shape.max_positions:
+        yield Violation(
+            f"{words} exceed the model's max_position_embeddings = {shape.max_positions}; "
+            "lower the lengths",
+            (*LENGTHS, "actor.model"),
+        )
+
+
+def _learner_layout(config: Config, shape: ModelShape) -> Iterator[Violation]:
+    tp, pp = config.learner.parallel.tp, config.learner.parallel.pp
+    faults = learner_tp_faults(shape, tp)
+    if faults:
+        sizes = allowed_sizes(lambda size: not learner_tp_faults(shape, size), shape.num_heads)
+        yield Violation(
+            f"learner.parallel.tp = {tp}: {'; '.join(faults)}; use {sizes}",
+            ("learner.parallel.tp", "actor.model"),
+        )
+    if shape.num_layers % pp:
+        sizes = allowed_sizes(lambda size: shape.num_layers % size == 0, shape.num_layers)
+        yield Violation(
+            f"learner.parallel.pp = {pp}: {shape.num_layers} layers do not split into {pp} equal "
+            f"stages; use {sizes}",
+            ("learner.parallel.pp", "actor.model"),
+        )
+
+
+def learner_tp_faults(shape: ModelShape, tp: int) -> list[str]:
+    """Why Megatron-Core cannot split the model over `tp` ranks; empty where it can.
+
+    Source: megatron-core 0.19.2, TransformerConfig.__post_init__ and SelfAttention.__init__, which
+    cuts the fused QKV rows evenly, a head in the middle where tp exceeds the kv heads.
+    """
+    faults = []
+    if shape.num_heads % tp:
+        faults.append(f"{shape.num_heads} attention heads do not split over {tp} ranks")
+    if shape.num_kv_heads % tp and tp % shape.num_kv_heads:
+        faults.append(f"{shape.num_kv_heads} kv heads are neither a multiple nor a divisor of {tp}")
+    qkv_rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    if qkv_rows % tp:
+        faults.append(f"{qkv_rows} rows of q, k and v do not split over {tp} ranks")
+    if shape.intermediate_size % tp:
+        faults.append(f"intermediate size {shape.intermediate_size} does not split over {tp} ranks")
+    return faults
+
+
+def _rollout_layout(config: Config, shape: ModelShape) -> Iterator[Violation]:
+    tp, cpu = config.rollout.parallel.tp, uses_cpu(config)
+    faults = rollout_tp_faults(shape, tp, cpu)
+    if faults:
+        sizes = allowed_sizes(lambda size: not rollout_tp_faults(shape, size, cpu), shape.num_heads)
+        yield Violation(
+            f"rollout.parallel.tp = {tp}: {'; '.join(faults)}; "
+            + ("no tp works for this model" if sizes == "none" else f"use {sizes}"),
+            ("rollout.parallel.tp", "actor.model"),
+        )
+
+
+def rollout_tp_faults(shape: ModelShape, tp: int, cpu: bool) -> list[str]:
+    """Why SGLang cannot split the model over `tp` ranks without padding; empty where it can.
+
+    Source: SGLang 0.5.23. On a GPU kv heads are copied where tp is a multiple of them. On a CPU
+    configs/update_config.py pads kv heads to a multiple of tp and intermediate sizes to a multiple
+    of 32 x tp, with shapes that the checkpoint does not have.
+    """
+    faults = []
+    if shape.num_heads % tp:
+        faults.append(f"{shape.num_heads} attention heads do not split over {tp} ranks")
+    if shape.num_kv_heads % tp and (cpu or tp % shape.num_kv_heads):
+        rule = "SGLang pads kv heads on a CPU" if cpu else "nor are they copied whole"
+        faults.append(f"{shape.num_kv_heads} kv heads do not split over {tp} ranks ({rule})")
+    unit = CPU_INTERMEDIATE_MULTIPLE * tp if cpu else tp
+    if shape.intermediate_size % unit:
+        rule = f"{CPU_INTERMEDIATE_MULTIPLE} x {tp} = {unit} on a CPU" if cpu else str(unit)
+        faults.append(f"intermediate size {shape.intermediate_size} is no multiple of {rule}")
+    return faults
+
+
+def allowed_sizes(works: Callable[[int], bool], highest: int) -> str:
+    """The parallel sizes up to `highest` that `works` accepts, in words.
+
+    >>> allowed_sizes(lambda tp: 12 % tp == 0, 6)
+    '1, 2, 3, 4 or 6'
+    """
+    sizes = [str(tp) for tp in range(1, highest + 1) if works(tp)]
+    if not sizes:
+        return "none"
+    return " or ".join([", ".join(sizes[:-1]), sizes[-1]]) if len(sizes) > 1 else sizes[0]
+
+
+def uses_cpu(config: Config) -> bool:
+    """Whether the run is on CPUs, as far as this machine can tell: it has no NVIDIA driver."""
+    if config.launch.device == "auto":
+        return not Path("/dev/nvidiactl").exists()
+    return config.launch.device == "cpu"
+
+
+def longest_sample(config: Config) -> tuple[int, str]:
+    """Tokens of the longest prompt with the longest response, and how they come about."""
+    prompt, new = config.prompts.max_prompt_tokens, config.rollout.sampling.max_new_tokens
+    words = f"{LENGTHS[0]} + {LENGTHS[1]} = {prompt} + {new} = {prompt + new} tokens"
+    return prompt + new, words
