@@ -65,8 +65,8 @@ class Tokenizer:
         """
         if self.template is None:
             raise ModelError(
-                f"{self.model_dir}: the model has no chat template (neither chat_template.jinja "
-                "nor chat_template in tokenizer_config.json); set prompts.template = 'none', or use a "
+                f"{self.model_dir}: the model has no chat template (neither "
+                "chat_template.jinja nor chat_template in tokenizer_config.json); set prompts.template = 'none', or use a "
                 "chat model"
             )
         try:
@@ -111,8 +111,8 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(
-            f"{path}: there is no such file; actor.model must name a Hugging Face model folder "
-            "with a tokenizer.json (save the tokenizer again with a recent transformers to make one)"
+            f"{path}: there is no such file; actor.model must name a Hugging Face model "
+            "folder with a tokenizer.json (save the tokenizer again with a recent transformers to make one)"
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
