@@ -1,11 +1,11 @@
 """What the released sglang wheel needs to be imported, and to run, on a CPU.
 
-Owns the choice of placeholders and the CPU engine's switch. Patches nothing inside sglang: without AMX it
-routes every operator to its native torch form by itself. Inert where the packages are installed. Knows
-nothing of servers, weights or megarl's settings.
+Owns the choice of placeholders and the CPU engine's switch. Patches nothing inside sglang: without
+AMX it routes every operator to its native torch form by itself. Inert where the packages are
+installed. Knows nothing of servers, weights or megarl's settings.
 
-For: sglang 0.5.23 (https://github.com/sgl-project/sglang), whose wheel imports `triton`, `torchvision` and
-`sgl_kernel` at module level. Ends when it imports on a CPU without them.
+For: sglang 0.5.23 (https://github.com/sgl-project/sglang), whose wheel imports `triton`,
+`torchvision` and `sgl_kernel` at module level. Ends when it imports on a CPU without them.
 """
 
 from __future__ import annotations

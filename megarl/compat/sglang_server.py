@@ -1,14 +1,15 @@
 """`python -m megarl.compat.sglang_server FLAGS`: SGLang's own server, prepared for megarl.
 
 Owns what must happen in a server's processes before sglang is imported: megatron hidden, the CPU
-substitutions where `--device cpu` is asked for, death with the parent, keys taken out of the environment.
-All flags are SGLang's. Knows nothing of megarl's settings, prompts or weights.
+substitutions where `--device cpu` is asked for, death with the parent, keys taken out of the
+environment. All flags are SGLang's. Knows nothing of megarl's settings, prompts or weights.
 
-SGLang spawns its scheduler and detokenizer with multiprocessing, which runs this module again there under
-the name `__mp_main__` with the same sys.argv: that is how the children are prepared too.
+SGLang spawns its scheduler and detokenizer with multiprocessing, which runs this module again there
+under the name `__mp_main__` with the same sys.argv: that is how the children are prepared too.
 
-For: sglang 0.5.23. It imports megatron.core wherever that is installed (srt/debug_utils/dumper.py), and
-`megatron.core.__init__` replaces torch's storage loader globally. Ends when SGLang does not import it.
+For: sglang 0.5.23. It imports megatron.core wherever that is installed (srt/debug_utils/dumper.py),
+and `megatron.core.__init__` replaces torch's storage loader globally. Ends when SGLang does not
+import it.
 """
 
 from __future__ import annotations
@@ -46,14 +47,17 @@ def hide_megatron() -> None:
 def take_keys(environ: MutableMapping[str, str]) -> list[str]:
     """SGLang's key flags from megarl's variables, which leave the environment.
 
-    SGLang reads keys from its arguments only, and those of a process are visible to every user of the
-    machine; these are added after the process has started.
+    SGLang reads keys from its arguments only, and those of a process are visible to every user of
+    the machine; these are added after the process has started.
 
     >>> take_keys({"MEGARL_ROLLOUT_API_KEY": "a", "PATH": "p"})
     ['--api-key', 'a']
     """
     flags: list[str] = []
-    for variable, flag in ((API_KEY_VARIABLE, "--api-key"), (ADMIN_KEY_VARIABLE, "--admin-api-key")):
+    for variable, flag in (
+        (API_KEY_VARIABLE, "--api-key"),
+        (ADMIN_KEY_VARIABLE, "--admin-api-key"),
+    ):
         key = environ.pop(variable, "")
         if key:
             flags += [flag, key]

@@ -1,1 +1,1 @@
-
+"""Stage b, rollout: SGLang servers, and what is asked of them."""

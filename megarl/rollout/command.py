@@ -1,0 +1,106 @@
+"""How one SGLang server is started: its command line and the variables added to its environment.
+
+Owns the flags, on a CPU and on GPUs. Knows nothing of processes, health or routing. Keys travel in
+the environment, which only the same user can read; SGLang's arguments would be visible to everyone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megarl.config.schema import Config
+from megarl.rollout import engine_args
+
+MODULE = "megarl.compat.sglang_server"
+WEIGHT_LOADER = "megarl.weight_sync.receiver.load"
+# Read and removed from the environment by megarl.compat.sglang_server.
+API_KEY_VARIABLE = "MEGARL_ROLLOUT_API_KEY"
+ADMIN_KEY_VARIABLE = "MEGARL_ROLLOUT_ADMIN_KEY"
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+SEEDS_PER_SERVER = 1000  # more than a server's restarts, so that no two servers share a seed
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlace:
+    """Which server it is, where it listens, and what opens it."""
+
+    index: int
+    incarnation: int
+    host: str
+    port: int
+    api_key: str = field(repr=False)
+    admin_key: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """`argv`, and the variables to add to the environment of the process that starts it."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(repr=False)
+
+
+def server_command(config: Config, place: ServerPlace, device: Device) -> ServerCommand:
+    """The command of one server of this run. Raises ConfigError for unusable engine_args."""
+    rollout = config.rollout
+    seed = config.run.seed + SEEDS_PER_SERVER * place.index + place.incarnation
+    values: dict[str, object] = {
+        "--model-path": config.actor.model,
+        "--device": device,
+        "--dtype": DTYPES[config.learner.precision.params],
+        "--tp-size": rollout.parallel.tp,
+        "--host": place.host,
+        "--port": place.port,
+        "--random-seed": seed,
+        "--max-running-requests": rollout.max_inflight_samples,
+        "--custom-weight-loader": WEIGHT_LOADER,
+        "--log-level": "warning",
+    }
+    if rollout.max_total_tokens:
+        values["--max-total-tokens"] = rollout.max_total_tokens
+    if device == "cpu":
+        values["--attention-backend"] = "torch_native"
+    switches = ["--skip-tokenizer-init", "--skip-server-warmup"]
+    if device == "cpu":
+        switches.append("--sleep-on-idle")  # else the idle scheduler takes a whole core
+    own = [word for flag, value in values.items() for word in (flag, str(value))]
+    python = config.launch.rollout_python or sys.executable
+    return ServerCommand(
+        argv=(python, "-m", MODULE, *own, *switches, *engine_args.flags(rollout.engine_args)),
+        env=_environment(config, place, device),
+    )
+
+
+def _environment(config: Config, place: ServerPlace, device: Device) -> dict[str, str]:
+    added = {
+        API_KEY_VARIABLE: place.api_key,
+        ADMIN_KEY_VARIABLE: place.admin_key,
+        "HF_HUB_OFFLINE": "1",  # models are folders; nothing is looked up
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        added["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        added["TORCHDYNAMO_DISABLE"] = "1"  # compiling would make the first request take 19 s
+        # Waits 5 s for a stack dump of a dead scheduler before the server's other processes end.
+        added["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] = "0"
+        tp = config.rollout.parallel.tp
+        if tp > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            added["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(cores, place.index, tp)
+    return added
+
+
+def cores_of_ranks(cores: list[int], index: int, tp: int) -> str:
+    """One core for each TP rank of server `index`, going round where there are too few.
+
+    SGLang binds ranks to NUMA nodes by itself, and refuses more ranks than nodes.
+
+    >>> cores_of_ranks([0, 1, 2, 3], index=1, tp=2), cores_of_ranks([4], index=0, tp=2)
+    ('2|3', '4|4')
+    """
+    return "|".join(str(cores[(index * tp + rank) % len(cores)]) for rank in range(tp))

@@ -1,0 +1,99 @@
+"""Small calls to one rollout server: is it ready, what does it serve, abort, flush.
+
+Owns their paths and which of the two keys opens them. Knows nothing of prompts, routing or weights
+(those calls are the weight sync's).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from megarl.errors import RolloutError
+from megarl.types import ServerEndpoint
+
+POLL_S = 0.2
+PROBE_S = 5.0
+HEALTH_S = 30.0  # SGLang gives its scheduler 20 s to answer before it says 503
+
+
+async def is_ready(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> bool:
+    """Whether the server's HTTP side takes requests. Cheap; the scheduler is not asked."""
+    return await _status(http, endpoint.url + "/ready", PROBE_S) == 200
+
+
+async def is_healthy(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> bool:
+    """Whether the scheduler answers too: it generates one token where idle; takes a second."""
+    return await _status(http, endpoint.url + "/health", HEALTH_S) == 200
+
+
+async def until(
+    check: Callable[[aiohttp.ClientSession, ServerEndpoint], Awaitable[bool]],
+    http: aiohttp.ClientSession,
+    endpoint: ServerEndpoint,
+) -> None:
+    """Ask `check` again and again until it says yes. The caller sets the deadline."""
+    while not await check(http, endpoint):  # noqa: ASYNC110 - another process; there is no event
+        await asyncio.sleep(POLL_S)
+
+
+async def _status(http: aiohttp.ClientSession, url: str, timeout_s: float) -> int:
+    try:
+        async with http.get(url, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+            return response.status
+    except (aiohttp.ClientError, ConnectionError, TimeoutError):
+        return 0
+
+
+async def model_info(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> Mapping[str, Any]:
+    """What the server serves: `model_path`, `weight_version` and more. Raises RolloutError."""
+    text = await _call(http, "GET", endpoint, "/model_info", endpoint.api_key)
+    return dict(text)
+
+
+async def flush_cache(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> None:
+    """Empty the prefix cache. Raises RolloutError; SGLang refuses while requests run."""
+    await _call(http, "POST", endpoint, "/flush_cache", endpoint.admin_key)
+
+
+async def abort(
+    http: aiohttp.ClientSession, endpoint: ServerEndpoint, request_ids: Sequence[str]
+) -> None:
+    """Stop these requests; those that have ended, and a server that is gone, are no error."""
+    await asyncio.gather(
+        *(
+            _call(http, "POST", endpoint, "/abort_request", endpoint.admin_key, {"rid": request_id})
+            for request_id in request_ids
+        ),
+        return_exceptions=True,
+    )
+
+
+async def _call(
+    http: aiohttp.ClientSession,
+    method: str,
+    endpoint: ServerEndpoint,
+    path: str,
+    key: str,
+    body: Mapping[str, Any] | None = None,
+) -> Any:
+    headers = {"Authorization": f"Bearer {key}"}
+    timeout = aiohttp.ClientTimeout(total=HEALTH_S)
+    try:
+        async with http.request(
+            method, endpoint.url + path, headers=headers, json=body, timeout=timeout
+        ) as response:
+            if response.status != 200:
+                raise RolloutError(
+                    f"{endpoint.name} refuses {path} with HTTP {response.status}: "
+                    f"{(await response.text())[:300]}"
+                )
+            is_json = response.content_type == "application/json"
+            return await response.json() if is_json else await response.text()
+    except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+        raise RolloutError(
+            f"{endpoint.name}: {path} did not answer: {type(error).__name__}: {error}; see its log"
+        ) from error

@@ -1,0 +1,283 @@
+"""The rollout servers of a run: started, watched, restarted, and asked only at a version they
+proved.
+
+Owns the choice of the least loaded server and what follows a death. How weights reach a server is
+the weight sync's; knows nothing of prompts or rewards. A server's states:
+
+    starting -> unsynced -> routable (at one version) -> dead -> starting (incarnation + 1) ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from megarl.config.schema import Config
+from megarl.errors import MegarlError, RolloutError
+from megarl.rollout import control
+from megarl.rollout.command import Device
+from megarl.rollout.server import Server, Spawn, Starter, State, described, log_end, url_port
+from megarl.types import ServerEndpoint, SyncReport
+
+log = logging.getLogger(__name__)
+
+SUSPECT_S = 30.0  # a server that neither answers nor ends for so long is killed
+
+RestartHook = Callable[[ServerEndpoint], Awaitable[None]]
+
+
+class ServerPool:
+    """`rollout.servers` SGLang servers. `hosts[i]` is where server i runs; `run_dir/logs` gets the
+    logs.
+
+    `on_restart` is called with a restarted server's endpoint, and must publish the current policy
+    to it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        spawn: Spawn,
+        device: Device,
+        hosts: Sequence[str] = (),
+        on_restart: RestartHook | None = None,
+    ) -> None:
+        self.on_restart = on_restart
+        self._config = config
+        self._run_dir = run_dir
+        self._spawn = spawn
+        self._device: Device = device
+        self._changed = asyncio.Condition()
+        self._failure: RolloutError | None = None
+        self._is_closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._in_doubt: set[ServerEndpoint] = set()
+        self._starter: Starter | None = None
+        hosts = hosts or ["127.0.0.1"] * config.rollout.servers
+        assert len(hosts) == config.rollout.servers, (hosts, config.rollout.servers)
+        tp = config.rollout.parallel.tp
+        self._servers = [
+            Server(index, host, ServerEndpoint(f"server-{index}", "", tp, incarnation=0))
+            for index, host in enumerate(hosts)
+        ]
+
+    async def start(self) -> None:
+        """Start all servers and wait until each is healthy; they are unsynced then.
+
+        Raises ConfigError for a taken port or unusable arguments, RolloutError with the end of the
+        log of the first server that fails or is late. The pool must be closed in any case.
+        """
+        self._starter = Starter(
+            self._config,
+            self._run_dir,
+            self._spawn,
+            self._device,
+            api_key=secrets.token_urlsafe(24),
+            admin_key=secrets.token_urlsafe(24),
+            http=aiohttp.ClientSession(),
+        )
+        starts = [asyncio.create_task(self._bring_up(server, 0)) for server in self._servers]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            await _cancelled(starts)
+        for server in self._servers:
+            await self._set(server, "unsynced")
+            self._in_background(self._watch(server))
+
+    async def aclose(self) -> None:
+        """Kill every server and wait until they are gone."""
+        self._is_closing = True
+        await _cancelled(list(self._tasks))
+        handles = [server.handle for server in self._servers if server.handle is not None]
+        for handle in handles:
+            handle.kill()
+        await asyncio.gather(*(handle.wait() for handle in handles))
+        for server in self._servers:
+            await self._set(server, "dead")
+        if self._starter is not None:
+            await self._starter.http.close()
+
+    def endpoints(self) -> list[ServerEndpoint]:
+        """The servers that are up, synced or not."""
+        return [server.endpoint for server in self._servers if server.is_alive]
+
+    @property
+    def num_restarts(self) -> int:
+        """How often servers were started again in this run."""
+        return sum(server.num_restarts for server in self._servers)
+
+    def mark_verified(self, report: SyncReport) -> None:
+        """Make those of the report's servers routable that proved its version, and the others not.
+
+        What is said of an earlier incarnation is ignored: that process is gone.
+        """
+        for result in report.servers:
+            server = self._named(result.server)
+            if result.incarnation != server.endpoint.incarnation or not server.is_alive:
+                continue
+            if result.verified:
+                server.become("routable", report.version)
+            else:
+                server.become("unsynced", refusal=result.error or "no reason given")
+        self._in_background(self._notify())
+
+    def restart(self, name: str, incarnation: int | None = None) -> None:
+        """Kill a server, which is then started anew; nothing where that incarnation is gone."""
+        server = self._named(name)
+        is_meant = incarnation in (None, server.endpoint.incarnation)
+        if is_meant and server.is_alive and server.handle is not None:
+            server.become("dead")
+            server.handle.kill()
+
+    @contextlib.asynccontextmanager
+    async def acquire(self, version: int, num_samples: int = 1) -> AsyncIterator[ServerEndpoint]:
+        """The least loaded server that is routable at `version`, loaded with `num_samples` inside.
+
+        Waits for one. Raises RolloutError where none can come: a server failed for good, all
+        refused the version, or the time of a start and a sync has passed.
+        """
+        limit_s = self._config.deadline.server_start_s + self._config.deadline.sync_s
+        try:
+            async with asyncio.timeout(limit_s), self._changed:
+                await self._changed.wait_for(lambda: self._candidates(version))
+                server = min(self._candidates(version), key=lambda server: server.num_inflight)
+                server.num_inflight += num_samples
+        except TimeoutError:
+            raise RolloutError(
+                f"no server was routable at version {version} within {limit_s:g} s "
+                f"(deadline.server_start_s + deadline.sync_s): {described(self._servers)}"
+            ) from None
+        try:
+            yield server.endpoint
+        finally:
+            server.num_inflight -= num_samples
+
+    def report_trouble(self, endpoint: ServerEndpoint, error: Exception) -> None:
+        """Take a server out of routing after a failed request, until it answers or has ended."""
+        server = self._named(endpoint.name)
+        if server.endpoint != endpoint or server.state != "routable":
+            return
+        log.warning("rollout server in doubt server=%s error=%s", server.name, error)
+        version = server.version
+        server.become("unsynced")
+        if endpoint not in self._in_doubt:
+            self._in_doubt.add(endpoint)
+            self._in_background(self._resolve_doubt(server, version))
+
+    def _named(self, name: str) -> Server:
+        return next(server for server in self._servers if server.name == name)
+
+    def _candidates(self, version: int) -> list[Server]:
+        if self._failure is not None:
+            raise self._failure
+        if all(server.is_alive and server.refusal for server in self._servers):
+            raise RolloutError(
+                f"no server is routable at version {version}: {described(self._servers)}; "
+                "nothing is sampled from weights that were not proved"
+            )
+        return [s for s in self._servers if s.state == "routable" and s.version == version]
+
+    async def _resolve_doubt(self, server: Server, version: int) -> None:
+        """Route to it again once it answers; kill it where it does not. `_watch` sees its end."""
+        assert self._starter is not None
+        endpoint = server.endpoint
+        try:
+            async with asyncio.timeout(SUSPECT_S):
+                # SGLang's HTTP side outlives its scheduler by seconds, so the scheduler is asked.
+                await control.until(control.is_healthy, self._starter.http, endpoint)
+        except TimeoutError:
+            self.restart(server.name, endpoint.incarnation)
+        finally:
+            self._in_doubt.discard(endpoint)
+        if server.endpoint == endpoint and server.state == "unsynced" and not server.refusal:
+            server.become("routable", version)
+            await self._notify()
+
+    async def _watch(self, server: Server) -> None:
+        """Start `server` again whenever it ends, until it has no restart left."""
+        while not self._is_closing:
+            assert server.handle is not None
+            status = await server.handle.wait()
+            server.handle.kill()  # what it may have left in its process group
+            await self._set(server, "dead")
+            log.warning(
+                "rollout server died server=%s incarnation=%d status=%d log=%s",
+                server.name, server.endpoint.incarnation, status, server.log_path,
+            )  # fmt: skip
+            server.problem = server.problem or f"it ended with status {status}"
+            while not await self._is_restarted(server):
+                pass
+
+    async def _is_restarted(self, server: Server) -> bool:
+        limit = self._config.launch.max_restarts
+        if server.num_restarts >= limit:
+            raise RolloutError(
+                f"{server.name} failed again after launch.max_restarts={limit} restarts: "
+                f"{server.problem}; the end of {server.log_path}:\n{log_end(server.log_path)}"
+            )
+        server.num_restarts += 1
+        try:
+            await self._bring_up(server, server.endpoint.incarnation + 1)
+        except MegarlError as error:
+            server.problem = str(error)
+            return False
+        server.problem = ""
+        await self._set(server, "unsynced")
+        if self.on_restart is not None:
+            self._in_background(self._rejoin(self.on_restart, server, server.endpoint))
+        return True
+
+    async def _rejoin(self, hook: RestartHook, server: Server, endpoint: ServerEndpoint) -> None:
+        """Have the policy published to a restarted server; where that fails, start it once more."""
+        try:
+            await hook(endpoint)
+        except MegarlError as error:
+            log.warning("restarted server not synced server=%s error=%s", server.name, error)
+            if server.endpoint == endpoint:
+                server.problem = f"the policy could not be published to it: {error}"
+                self.restart(server.name, endpoint.incarnation)
+
+    async def _bring_up(self, server: Server, incarnation: int) -> None:
+        assert self._starter is not None
+        taken = {url_port(other.endpoint) for other in self._servers}
+        await self._starter.bring_up(server, incarnation, taken)
+
+    async def _set(self, server: Server, state: State) -> None:
+        server.become(state)
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._background_ended)
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        """An error of the pool's own work must reach those who wait for a server."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None or self._failure is not None:
+            return
+        if not isinstance(error, RolloutError):
+            log.error("server pool failed", exc_info=error)
+            error = RolloutError(f"the server pool failed by itself: {error!r}; see the log")
+        self._failure = error
+        self._in_background(self._notify())
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel the tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
