@@ -75,7 +75,9 @@ def install() -> None:
     torch.utils._device._device_constructors()  # type: ignore[attr-defined]
     placeholders.install(["triton"])
     _redirect_torch()
-    with warnings.catch_warnings():  # that apex and Transformer Engine are absent is why we are here
+    with (
+        warnings.catch_warnings()
+    ):  # that apex and Transformer Engine are absent is why we are here
         warnings.simplefilter("ignore")
         _redirect_megatron()
 

@@ -32,7 +32,9 @@ class Policy:
     vocab_size: int
     temperature: float
 
-    def logprobs_of(self, microbatch: PackedMicrobatch, logits_1TV: Tensor) -> tuple[Tensor, Tensor]:
+    def logprobs_of(
+        self, microbatch: PackedMicrobatch, logits_1TV: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs of the targets and entropy, fp32 [T], at the sampling temperature."""
         return vocab_parallel_logprobs(
             logits_1TV.squeeze(0),

@@ -1,0 +1,267 @@
+"""Stage f on one rank: the verbs of the learner, each a collective call over all ranks.
+
+Owns the order of work inside a verb. Mathematics is in `passes`, `logprobs` and `loss`, the update in
+`optimizer`, checkpoints in `checkpoint`, weight sync in `weight_sync`. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megarl.actor.shape import read_shape
+from megarl.config.schema import Config
+from megarl.learner import distributed
+from megarl.learner.control import PeerLostError
+from megarl.learner.loss import LossWeights
+from megarl.learner.packing import PackedMicrobatch, check_plan, pack_minibatch, pack_sequences
+from megarl.learner.scoring import KeptLogProbs, Mismatch, ReferencePolicy, passes_needed
+from megarl.reshard.mesh import LearnerMesh
+from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport
+
+Result = TypeVar("Result")
+
+
+def _ignore(phase: str) -> None:
+    pass
+
+
+class Learner:
+    """One rank of the learner, built from the settings; every method is collective over all ranks.
+
+    `mark(phase)` is told where a verb stands. `policy.model` is Megatron's DistributedDataParallel,
+    `weights` its live parameters by the names of the layout.
+    """
+
+    def __init__(
+        self, config: Config, run_dir: Path, mark: Callable[[str], None] = _ignore
+    ) -> None:
+        """Join the other ranks, build the model and read the checkpoint `actor.model` into it.
+
+        Raises LaunchError where the processes do not fit the layout, ModelError, LayoutError or
+        ConfigError where the model, its layout or `learner.transformer_config` cannot be run.
+        """
+        self.config, self.run_dir, self._mark = config, run_dir, mark
+        self.version = 0
+        self.shape = read_shape(config.actor.model)
+        parallel = config.learner.parallel
+        mark("joining")
+        self.ranks = distributed.start(
+            LearnerMesh(tp=parallel.tp, pp=parallel.pp, dp=config.data_parallel),
+            device=config.launch.device,
+            seed=config.run.seed,
+            timeout_s=max(config.deadline.learner_verb_s, config.deadline.learner_start_s),
+        )
+        # Megatron can be imported only now, with its CPU substitution in place.
+        from megarl.learner import model, optimizer, passes
+
+        mark("model")
+        module = model.build_model(self.shape, config.learner, self.ranks)
+        self.weights = model.named_weights(module)
+        mark("checkpoint")
+        model.load_checkpoint(config.actor.model, self.shape, self.ranks, self.weights)
+        dtype = model.DTYPES[config.learner.precision.params]
+        self.optimizer = optimizer.Optimizer(module, config.learner.optimizer, dtype)
+        self.policy = passes.Policy(
+            model=module,
+            ranks=self.ranks,
+            vocab_size=self.shape.vocab_size,
+            temperature=config.rollout.sampling.temperature,
+        )
+        self._passes = passes
+        self._old = KeptLogProbs()
+        self._reference_logprobs = KeptLogProbs()
+        self._reference = self._build_reference()
+        self._weight_sync = None
+
+    def info(self) -> dict[str, int]:
+        """Sizes of the mesh and the policy version that the weights are."""
+        mesh = self.ranks.mesh
+        return {
+            "tp": mesh.tp,
+            "pp": mesh.pp,
+            "dp": mesh.dp,
+            "world_size": mesh.size,
+            "version": self.version,
+        }
+
+    def score(self, batch: Batch) -> dict[str, float]:
+        """Forward passes over the whole batch before its first optimizer step.
+
+        Keeps the policy's own log-probs where `correction.old_logprobs` is "recomputed", and the
+        reference's where there is one. Returns the `mismatch/*` metrics, over all ranks, each sample
+        counted once. Raises ShapeError or DataError where a schedule or a group file does not fit.
+        """
+        self._old.clear()
+        self._reference_logprobs.clear()
+        mismatch = Mismatch(self.ranks.device)
+        keep_old = self.config.correction.old_logprobs == "recomputed"
+        for plan, counted in passes_needed(batch, keep_old or self._reference is not None):
+            microbatches, length = self._pack(plan)
+            self._mark("forward")
+            scored = self._passes.forward_logprobs(self.policy, microbatches, length)
+            for microbatch, (logp_T, _) in zip(microbatches, scored, strict=False):
+                if keep_old:
+                    self._old.keep(microbatch, logp_T)
+                if self.ranks.reports:
+                    mismatch.count(microbatch, logp_T, counted)
+            if self._reference is not None:
+                self._score_reference(self._reference, microbatches, length)
+        self._mark("metrics")
+        return mismatch.metrics()
+
+    def step(self, minibatch: MinibatchPlan) -> dict[str, float]:
+        """One optimizer step on one minibatch; returns its `loss/*` and other metrics.
+
+        Raises LearnerError, on every rank and before the weights change, where a needed log-prob was
+        not scored or the gradient is not finite; ShapeError and DataError as `score` does.
+        """
+        microbatches, length = self._pack(minibatch)
+        scores = self._together(lambda: [self._scores(each) for each in microbatches])
+        self._mark("forward-backward")
+        self.optimizer.clear()
+        sums = self._passes.accumulate_gradients(
+            self.policy, microbatches, length, scores, self._loss_weights, minibatch.num_loss_tokens
+        )
+        if not self.ranks.reports:
+            sums.zero_()
+        dist.all_reduce(sums)
+        total, policy, clipped, kl, entropy = (sums / minibatch.num_loss_tokens).tolist()
+        self._mark("optimizer")
+        metrics = {
+            "loss/total": total,
+            "loss/policy": policy,
+            "loss/clip_fraction": clipped,
+            "entropy": entropy,
+            **self.optimizer.step(),
+        }
+        if self._reference is not None:
+            metrics["kl/mean"] = kl
+        return metrics
+
+    def logprobs(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[float]]:
+        """Log-probs of the response tokens of (prompt, response) pairs, at the sampling temperature.
+
+        Returned on every rank. Raises ShapeError where a sequence is longer than
+        `learner.max_tokens_per_microbatch` or has no prompt.
+        """
+        mesh = self.ranks.mesh
+        microbatches, length = pack_sequences(
+            sequences,
+            self.config.learner.max_tokens_per_microbatch,
+            mesh.dp,
+            self.ranks.dp_rank,
+            mesh.tp,
+        )
+        self._mark("forward")
+        starts = [0]
+        for _, response in sequences:
+            starts.append(starts[-1] + len(response))
+        found = torch.zeros(starts[-1], dtype=torch.float32, device=self.ranks.device)
+        scored = []
+        if microbatches:
+            scored = self._passes.forward_logprobs(self.policy, microbatches, length)
+        if self.ranks.reports:
+            for microbatch, (logp_T, _) in zip(microbatches, scored, strict=True):
+                for segment in microbatch.segments:
+                    at = int(segment.key)
+                    found[starts[at] : starts[at + 1]] = logp_T[segment.response]
+        dist.all_reduce(found)
+        values = found.tolist()
+        return [values[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+
+    def publish(self, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport:
+        """Send the weights as policy `version` to `servers`; the report counts on rank 0 only."""
+        if self._weight_sync is None:
+            from megarl.learner.publishing import build_weight_sync
+
+            self._weight_sync = build_weight_sync(self)
+        self._mark("weight sync")
+        report = self._weight_sync.publish(version, list(servers))
+        self.version = version
+        return report or SyncReport(version, (), 0, 0, 0.0)
+
+    def save(self, path: str, version: int) -> None:
+        """Write weights, optimizer and random state into folder `path`. See `checkpoint.save`."""
+        from megarl.learner import checkpoint
+
+        self._mark("save")
+        checkpoint.save(self, Path(path), version)
+
+    def load(self, path: str) -> int:
+        """Continue from folder `path`; returns its policy version. See `checkpoint.load`."""
+        from megarl.learner import checkpoint
+
+        self._mark("load")
+        self._old.clear()
+        self._reference_logprobs.clear()
+        self.version = checkpoint.load(self, Path(path))
+        return self.version
+
+    @property
+    def _loss_weights(self) -> LossWeights:
+        loss = self.config.loss
+        return LossWeights(
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            entropy_coef=loss.entropy_coef,
+            kl_coef=self.config.kl.coef,
+        )
+
+    def _build_reference(self) -> ReferencePolicy | None:
+        """The frozen copy of the weights as they are now, where the KL term has a weight."""
+        if self.config.kl.coef == 0:
+            return None
+        from megarl.reference.reference import Reference
+
+        self._mark("reference")
+        reference: ReferencePolicy = Reference(self.weights)
+        return reference
+
+    def _score_reference(
+        self, reference: ReferencePolicy, microbatches: list[PackedMicrobatch], length: int
+    ) -> None:
+        self._mark("reference")
+        with reference.applied():
+            scored = self._passes.forward_logprobs(self.policy, microbatches, length)
+        for microbatch, (logp_T, _) in zip(microbatches, scored, strict=False):
+            self._reference_logprobs.keep(microbatch, logp_T)
+
+    def _scores(self, microbatch: PackedMicrobatch) -> object:
+        """What the loss compares with, on the device; nothing but on the last pipeline stage."""
+        device = self.ranks.device
+        old_T, reference_T = microbatch.behavior_logp_T, None
+        if self.ranks.is_last_stage:
+            if self.config.correction.old_logprobs == "recomputed":
+                old_T = self._old.spread(microbatch)
+            if self._reference is not None:
+                reference_T = self._reference_logprobs.spread(microbatch).to(device)
+        return self._passes.Scores(old_T.to(device), reference_T)
+
+    def _pack(self, plan: MinibatchPlan) -> tuple[list[PackedMicrobatch], int]:
+        """This rank's microbatches of `plan`; fails on every rank where it fails on one."""
+        self._mark("reading")
+        mesh = self.ranks.mesh
+        check_plan(plan, mesh.dp)
+        return self._together(lambda: pack_minibatch(plan, self.ranks.dp_rank, mesh.tp))
+
+    def _together(self, work: Callable[[], Result]) -> Result:
+        """`work()`, or on every rank an error where it fails on one: no rank is left in a collective."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as caught:  # noqa: BLE001  raised again below, after all ranks know
+            error = caught
+        failed = torch.tensor([float(error is not None)], device=self.ranks.device)
+        dist.all_reduce(failed)
+        if error is not None:
+            raise error
+        if failed.item() or result is None:
+            raise PeerLostError(f"{int(failed.item())} other learner ranks refused this verb")
+        return result
