@@ -1,0 +1,113 @@
+"""Acknowledgements: what each server rank says of one sync, and the store that carries it.
+
+SGLang drops a loader's return value and answers "Success" whatever happened, so that receivers
+write here instead. Owns the acknowledgement and the store. Knows nothing of what the sums are sums
+of.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from megarl.errors import WeightSyncError
+
+_POLL_S = 0.002
+_CONNECT_S = 10.0  # a receiver holds up its server for no longer than this when the learner is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """One rank's word on one sync. `sums` are its checksums, in the order of `coverage.held`.
+
+    `token` is the control message's. `ok` says that the rank did all it was asked; the sums say
+    what it has. Times are wall seconds of copying and of summing.
+    """
+
+    token: str
+    ok: bool
+    error: str = ""
+    sums: tuple[int, ...] = ()
+    host: str = ""
+    pid: int = 0
+    copy_s: float = 0.0
+    check_s: float = 0.0
+
+    def to_json(self) -> str:
+        """The acknowledgement as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Ack:
+        """The inverse of `to_json`. Raises WeightSyncError where `text` is none."""
+        try:
+            fields = json.loads(text)
+            return cls(**{**fields, "sums": tuple(int(s) for s in fields["sums"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise WeightSyncError(
+                f"{text[:80]!r} is no acknowledgement ({error}); use one version of megarl in "
+                "learner and rollout"
+            ) from error
+
+
+class AckBoard:
+    """The store on learner rank 0, bound to one address only."""
+
+    def __init__(self, host: str) -> None:
+        listener = socket.create_server((host, 0), family=_family(host), backlog=1024)
+        port = int(listener.getsockname()[1])
+        self.address = (host, port)
+        self._store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_CONNECT_S),
+            master_listen_fd=listener.detach(),
+        )
+
+    def wait(self, keys: Mapping[int, str], token: str, until: float) -> dict[int, Ack]:
+        """The acknowledgements under `keys` (by TP rank), once all are there.
+
+        `until` is a time of `time.monotonic`. Raises WeightSyncError where it passes, naming the
+        ranks that are missing, and where an acknowledgement is not of this sync.
+        """
+        acks: dict[int, Ack] = {}
+        while True:
+            for rank in [r for r in keys if r not in acks and self._store.check([keys[r]])]:
+                acks[rank] = Ack.from_json(self._store.get(keys[rank]))
+                if acks[rank].token != token:
+                    raise WeightSyncError(
+                        f"TP rank {rank} acknowledged with a token that was not given to it; "
+                        "another process writes to this run's store"
+                    )
+            if len(acks) == len(keys):
+                return acks
+            if time.monotonic() > until:
+                missing = [rank for rank in keys if rank not in acks]
+                raise WeightSyncError(
+                    f"no acknowledgement from TP ranks {missing} within the deadline; see that "
+                    "server's log, or raise deadline.sync_s"
+                )
+            time.sleep(_POLL_S)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Remove what has been read, so that the store does not grow."""
+        for key in keys:
+            self._store.delete_key(key)
+
+
+def connect(address: tuple[str, int]) -> TCPStore:
+    """A receiver's connection to the board, kept for the learner's life."""
+    timeout = timedelta(seconds=_CONNECT_S)
+    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]

@@ -1,0 +1,140 @@
+"""What the sender tells each server rank about one sync, and how SGLang's request carries it.
+
+Owns the control message, the meaning of its digests, and the payload that carries it. Knows
+nothing of HTTP, of parameters or of who compares what.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from megarl.actor.shape import ModelShape
+from megarl.errors import WeightSyncError
+from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.weight_sync.transport.shared import ArenaRef
+
+LOAD_FORMAT = "megarl.weight_sync.receiver.load"
+"""The value of SGLang's --custom-weight-loader, and of `load_format` in every update request."""
+
+WIRE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Number formats that a sync can carry, by the names of `learner.precision.params`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """Enough to rebuild the learner's layout: the policy's shape, mesh, vocabulary padding."""
+
+    shape: ModelShape
+    mesh: LearnerMesh
+    vocab_divisor: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ControlMessage:
+    """One sync of one server, as told to its rank `tp_rank`.
+
+    `attempt` is new for every publish; with `version` it is the arenas' stamp. The receiver
+    rebuilds the plan from `source` and `mesh` and must come to `plan_digest`. `token` comes back
+    in the acknowledgement, which goes to the store at `store`.
+    """
+
+    version: int
+    attempt: str
+    run_id: str
+    server: str
+    incarnation: int
+    tp_rank: int
+    source: SourceSpec
+    mesh: ServerMesh
+    dtype: str
+    plan_digest: str
+    arenas: Mapping[int, ArenaRef]
+    store: tuple[str, int]
+    token: str
+
+    @property
+    def stamp(self) -> str:
+        """What the arenas must hold."""
+        return stamp(self.version, self.attempt)
+
+    @property
+    def ack_key(self) -> str:
+        """Where this rank's acknowledgement belongs."""
+        return ack_key(self.version, self.attempt, self.server, self.incarnation, self.tp_rank)
+
+    def to_json(self) -> str:
+        """The message as text."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> ControlMessage:
+        """The inverse of `to_json`. Raises WeightSyncError where `text` is not such a message."""
+        try:
+            fields = json.loads(text)
+            source = fields["source"]
+            fields["source"] = SourceSpec(
+                ModelShape.from_dict(source["shape"]),
+                LearnerMesh(**source["mesh"]),
+                source["vocab_divisor"],
+            )
+            fields["mesh"] = ServerMesh(**fields["mesh"])
+            fields["arenas"] = {int(r): ArenaRef(**ref) for r, ref in fields["arenas"].items()}
+            fields["store"] = (fields["store"][0], int(fields["store"][1]))
+            return cls(**fields)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise WeightSyncError(
+                f"{text[:80]!r} is no control message of this version of megarl "
+                f"({type(error).__name__}: {error}); use one version in learner and rollout"
+            ) from error
+
+
+def stamp(version: int, attempt: str) -> str:
+    """The arenas' stamp of one publish."""
+    return f"{version}.{attempt}"
+
+
+def ack_key(version: int, attempt: str, server: str, incarnation: int, tp_rank: int) -> str:
+    """The store's key for one rank's acknowledgement of one publish."""
+    return f"sync/{version}.{attempt}/{server}.{incarnation}/{tp_rank}"
+
+
+def arena_digest(
+    plan_digest: str, dtype: str, rank: int, offsets: Mapping[str, int], num_bytes: int
+) -> str:
+    """64 hex digits over all that gives an arena's bytes their meaning."""
+    meaning = json.dumps([plan_digest, dtype, rank, sorted(offsets.items()), num_bytes])
+    return hashlib.sha256(meaning.encode()).hexdigest()
+
+
+class _OneByte:
+    """Pickles as `torch.ByteTensor([0])`.
+
+    SGLang wants a tensor beside each name, and unpickles only what is on its list. A real tensor's
+    pickle names torch's storage loader, which `import megatron.core` replaces by a function that
+    is not on the list, and then the server ends.
+    """
+
+    def __reduce__(self) -> tuple[object, tuple[list[int]]]:
+        return torch.ByteTensor, ([0],)
+
+
+def encode(message: ControlMessage) -> str:
+    """One entry of `serialized_named_tensors`: base64; the message is a tensor's name."""
+    return base64.b64encode(pickle.dumps([(message.to_json(), _OneByte())])).decode("ascii")
+
+
+def decode(named_tensors: Sequence[tuple[str, object]]) -> ControlMessage:
+    """The message in what SGLang hands to its loader; WeightSyncError where there is none."""
+    if len(named_tensors) != 1 or not isinstance(named_tensors[0][0], str):
+        raise WeightSyncError(
+            f"an update request with {len(named_tensors)} tensors is not megarl's; the loader "
+            f"{LOAD_FORMAT} takes its own control message only"
+        )
+    return ControlMessage.from_json(named_tensors[0][0])

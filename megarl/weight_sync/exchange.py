@@ -1,0 +1,159 @@
+"""One publish to one server: the calls to SGLang in order, its acknowledgements, the verdict.
+
+Owns the protocol. Knows nothing of learner ranks or of how bytes travel. Nothing that a server
+does or leaves undone raises here or waits past the deadline: it becomes the error of that server's
+result.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+from megarl.errors import WeightSyncError
+from megarl.reshard.layout import Piece
+from megarl.types import ServerEndpoint, ServerSync
+from megarl.weight_sync import coverage
+from megarl.weight_sync.acks import Ack, AckBoard
+from megarl.weight_sync.control import LOAD_FORMAT, ControlMessage, encode
+
+log = logging.getLogger(__name__)
+
+SELECTOR = "target"  # a draft model is not the policy
+_CLOSING_S = 5.0  # for ending a session after the deadline has passed
+_SHORTEST_S = 0.05
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a server must prove: `pieces` by rank (`coverage.held`), `wanted` sums by tensor."""
+
+    pieces: Mapping[int, Sequence[Piece]]
+    wanted: Mapping[str, int]
+
+
+class ServerCalls:
+    """HTTP calls to one server's control routes, each bounded by what is left until `until`."""
+
+    def __init__(self, server: ServerEndpoint, until: float) -> None:
+        self._server, self._until = server, until
+        self._session = requests.Session()
+        self._session.trust_env = False  # no proxy between the processes of one job
+        key = server.admin_key or server.api_key
+        if key:
+            self._session.headers["Authorization"] = f"Bearer {key}"
+
+    def post(self, route: str, body: Mapping[str, Any], at_least_s: float = 0.0) -> str:
+        """The answer's text. Raises WeightSyncError for every answer but 200, and for none."""
+        left = max(self._until - time.monotonic(), at_least_s)
+        if left < _SHORTEST_S:
+            raise WeightSyncError(f"the deadline passed before {route}; raise deadline.sync_s")
+        try:
+            answer = self._session.post(f"{self._server.url}{route}", json=body, timeout=left)
+        except requests.Timeout as error:
+            raise WeightSyncError(
+                f"{route} did not answer within {left:.1f} s; see that server's log, or raise "
+                "deadline.sync_s"
+            ) from error
+        except requests.RequestException as error:
+            raise WeightSyncError(
+                f"{route}: no answer, the server has ended or is unreachable ({error})"
+            ) from error
+        if answer.status_code != requests.codes.ok:
+            raise WeightSyncError(f"{route} answered {answer.status_code}: {answer.text[:500]}")
+        return answer.text
+
+    def begin(self) -> None:
+        """Open an update session; one that an earlier sender left open is ended first."""
+        try:
+            self.post("/begin_weight_update", {"selector": SELECTOR})
+        except WeightSyncError as error:
+            if "already open" not in str(error):
+                raise
+            log.warning("abandoned update session ended server=%s", self._server.name)
+            self.end()
+            self.post("/begin_weight_update", {"selector": SELECTOR})
+
+    def end(self) -> None:
+        """Close the update session, also when the deadline has passed: a server may serve again."""
+        self.post("/end_weight_update", {}, at_least_s=_CLOSING_S)
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._session.close()
+
+
+def publish_to(
+    server: ServerEndpoint,
+    messages: Sequence[ControlMessage],
+    evidence: Evidence,
+    board: AckBoard,
+    until: float,
+) -> tuple[ServerSync, bool]:
+    """Bring one server to the messages' version and see whether it got there.
+
+    `messages` has one entry for each TP rank in order. Also returns whether every rank has
+    answered: as long as one has not, it may still be reading the arenas. `until` is a time of
+    `time.monotonic`.
+    """
+    calls = ServerCalls(server, until)
+    keys = {message.tp_rank: message.ack_key for message in messages}
+    answered = False
+    try:
+        calls.begin()
+        try:
+            acks = _transfer(calls, messages, board, keys, until)
+            answered = True
+            _judge(acks, evidence)
+        except WeightSyncError:
+            with suppress(WeightSyncError):  # the first error is the one to tell
+                calls.end()
+            raise
+        calls.end()
+        calls.post("/flush_cache", {})
+        calls.post("/update_weight_version", {"new_version": str(messages[0].version)})
+        return ServerSync(server.name, server.incarnation, True), True
+    except Exception as error:  # noqa: BLE001 - one bad server does not spoil the others
+        text = str(error) if isinstance(error, WeightSyncError) else repr(error)
+        return ServerSync(
+            server.name, server.incarnation, False, f"{server.name}: {text}"
+        ), answered
+    finally:
+        board.forget(keys.values())
+        calls.close()
+
+
+def _transfer(
+    calls: ServerCalls,
+    messages: Sequence[ControlMessage],
+    board: AckBoard,
+    keys: Mapping[int, str],
+    until: float,
+) -> dict[int, Ack]:
+    """Have the ranks copy and sum; what they say counts, never the answer to the request."""
+    calls.post(
+        "/update_weights_from_tensor",
+        {
+            "serialized_named_tensors": [encode(message) for message in messages],
+            "load_format": LOAD_FORMAT,
+            "selector": SELECTOR,
+            "flush_cache": True,
+        },
+    )
+    return board.wait(keys, messages[0].token, until)
+
+
+def _judge(acks: Mapping[int, Ack], evidence: Evidence) -> None:
+    refused = [f"TP rank {rank}: {ack.error}" for rank, ack in sorted(acks.items()) if not ack.ok]
+    if refused:
+        raise WeightSyncError("refused by " + coverage.describe(refused))
+    sums = {rank: ack.sums for rank, ack in acks.items()}
+    wrong = coverage.differences(evidence.pieces, sums, evidence.wanted)
+    if wrong:
+        raise WeightSyncError(f"checksums differ: {coverage.describe(wrong)}")
