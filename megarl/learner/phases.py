@@ -1,7 +1,7 @@
 """Where each learner rank is: one small file per rank, rewritten at every change of phase.
 
-Owns the format of RUN/logs/learner-rank{r}.phase. Read by the launcher after a death and by rank 0 when a
-verb is late. Imports neither torch nor megatron and knows nothing of what a phase does.
+Owns the format of RUN/logs/learner-rank{r}.phase. Read by the launcher after a death and by rank 0
+when a verb is late. Imports neither torch nor megatron, and knows nothing of what a phase does.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ IDLE = "idle"
 class RankPhase:
     """What a rank was doing at `since` (Unix seconds), the start of its current phase.
 
-    `verb` is the running verb, or the last one where `phase` is "idle"; `sequence` counts verbs from 1.
-    `error` is the first error that this rank met, empty where none; `lost_peer` says that the error was
-    only the loss of another rank, so it is not the first cause. Memory is that at `since`.
+    `verb` is the running verb, or the last one where `phase` is "idle"; `sequence` counts verbs
+    from 1. `error` is the first error that this rank met, empty where none; `lost_peer` says that
+    it was only the loss of another rank, so not the first cause. Memory is that at `since`.
     """
 
     rank: int
@@ -135,9 +135,9 @@ def describe_late(phases: Mapping[int, RankPhase], world_size: int, sequence: in
         if phase is None:
             late.append(f"rank {rank} (no phase file)")
         elif phase.sequence < sequence or phase.phase != IDLE:
-            waited_s = time.time() - phase.since
+            who = f"host {phase.host}, pid {phase.pid}"
             late.append(
-                f"rank {rank} (host {phase.host}, pid {phase.pid}, in {phase.place} for {waited_s:.0f} s)"
+                f"rank {rank} ({who}, in {phase.place} for {time.time() - phase.since:.0f} s)"
             )
     return ", ".join(late) or "no rank: all have finished, only the answer is missing"
 

@@ -1,7 +1,7 @@
 """The learner's verbs: what each takes and returns, and how long it may last.
 
-The one table that client and service share. Imports neither torch nor megatron, and knows nothing of
-how a verb is carried or carried out.
+The one table that client and service share. Imports neither torch nor megatron, and knows nothing
+of how a verb is carried or carried out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any
 from megarl.config.schema import DeadlineConfig
 from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport
 
-ANSWER_MARGIN_S = 15.0  # a verb's own deadline passes first, then the service's, then the client's
+ANSWER_MARGIN_S = (
+    15.0  # at most: what a verb itself waits for ends first, then service, then client
+)
+PEER_LOST = "PeerLostError"  # answered where the cause is on another rank: the launcher knows it
 
 Sequences = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """(prompt token ids, response token ids) of each sequence."""
@@ -21,10 +24,11 @@ Sequences = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One call of the learner. `arguments` is a tuple type, in the order of the method's parameters.
+    """One call of the learner.
 
-    `deadline` names a field of DeadlineConfig. `changes_weights`: after an error the weights may be
-    partly changed, so the service ends.
+    `arguments` is a tuple type, in the order of the method's parameters. `deadline` names a field
+    of DeadlineConfig. `changes_weights`: after an error a part of the weights may be changed, so
+    the service ends.
     """
 
     name: str
@@ -48,6 +52,10 @@ VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _VERBS}
 
 
 def deadline_s(verb: Verb, deadlines: DeadlineConfig) -> float:
-    """How long `verb` may take in the service, in seconds."""
+    """How long `verb` may take in the service, in seconds: a margin above its setting.
+
+    >>> deadline_s(VERBS["publish"], DeadlineConfig(sync_s=300.0))
+    315.0
+    """
     limit_s: float = getattr(deadlines, verb.deadline)
-    return limit_s + ANSWER_MARGIN_S
+    return limit_s + min(limit_s, ANSWER_MARGIN_S)

@@ -1,7 +1,7 @@
 """JSON of the values in megarl.types, as they travel between client and service.
 
-Owns encoding, decoding and their checks; never pickle. Knows nothing of HTTP or of what a value means.
-Floats keep NaN and infinities: a metric that went bad must arrive as what it is.
+Owns encoding, decoding and their checks; never pickle. Knows nothing of HTTP or of what a value
+means. Floats keep NaN and infinities: a metric that went bad must arrive as what it is.
 """
 
 from __future__ import annotations

@@ -1,0 +1,192 @@
+"""Starts this node's learner ranks, watches them, ends all when one fails, says which failed first.
+
+A thin shell around torch's elastic launcher, without restarts: a learner that lost a rank resumes
+from a checkpoint. Knows nothing of verbs. When it ends, nothing that it started is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from megarl.config.schema import Config
+from megarl.learner.failure import Exit, cgroup_oom_kills, describe, first_failure, memory_now
+from megarl.learner.parent import PARENT_PID, adopt_orphans, die_with_parent
+from megarl.learner.phases import host_name, read_phases, write_json
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_S = 3  # from SIGTERM to SIGKILL; elastic's own default is 30
+OTHER_NODE_S = 3.0  # a node whose ranks only lost a peer waits so long for the account of the cause
+FAILURE_FILE = "learner-failure.json"
+
+
+class _OwnOutput(LogsSpecs):
+    """Ranks write to this process's own output, and elastic keeps no files."""
+
+    def __init__(self) -> None:
+        super().__init__(os.devnull, Std.NONE, Std.NONE, None)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for env in envs.values():
+            env["TORCHELASTIC_ERROR_FILE"] = ""
+        inherited, none = dict.fromkeys(envs, ""), dict.fromkeys(envs, os.devnull)
+        return LogsDest(inherited, dict(inherited), error_files=none)
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull
+
+
+def launch(
+    config: Config,
+    command: Sequence[str],
+    run_dir: Path,
+    num_nodes: int = 1,
+    node_rank: int = 0,
+    rendezvous: str = "",
+) -> int:
+    """Run `command` as every rank of this node until all have ended; returns the exit status.
+
+    `rendezvous` is HOST:PORT of node rank 0, where there are several nodes. On a failure the
+    account stands in RUN/logs/learner-failure.json. Must be called in the main thread.
+    """
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    if node_rank == 0:
+        _remove_old(run_dir)
+    set_environment(num_nodes)
+    oom_kills = cgroup_oom_kills()
+    try:
+        elastic_launch(elastic_config(config, num_nodes, node_rank, rendezvous), command[0])(
+            *command[1:]
+        )
+    except ChildFailedError as error:
+        exits = {
+            rank: Exit(failure.pid, failure.exitcode) for rank, failure in error.failures.items()
+        }
+        report(exits, logs, oom_kills)
+        return 1
+    except SignalException as ended:
+        log.warning("learner ended signal=%s", ended.sigval.name)
+        return 128 + int(ended.sigval)
+    finally:
+        end_descendants()
+    return 0
+
+
+def elastic_config(config: Config, num_nodes: int, node_rank: int, rendezvous: str) -> LaunchConfig:
+    """torch's launch settings for this node.
+
+    One node: a rendezvous of its own on a free loopback port. Several: static, so that node ranks
+    are those that the launcher gave, and node rank 0 holds the store.
+    """
+    several = num_nodes > 1
+    return LaunchConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=config.learner_processes // num_nodes,
+        run_id=f"{config.run.name}-learner",
+        role="learner",
+        rdzv_backend="static" if several else "c10d",
+        rdzv_endpoint=rendezvous if several else "127.0.0.1:0",
+        rdzv_configs={"rank": node_rank, "timeout": int(config.deadline.learner_start_s)},
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=_OwnOutput(),
+        local_addr=None if several else "127.0.0.1",
+        shutdown_timeout=SHUTDOWN_S,
+    )
+
+
+def set_environment(num_nodes: int) -> None:
+    """What the ranks inherit: their launcher's pid, one thread each, loopback on one node."""
+    os.environ[PARENT_PID] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores of a node
+    if num_nodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def report(exits: dict[int, Exit], logs: Path, oom_kills_before: int) -> None:
+    """Write the account of the first failing rank, unless another node has written the cause."""
+    path = logs / FAILURE_FILE
+    phases = read_phases(logs)
+    first = first_failure(exits, phases)
+    if first is None:
+        deadline = time.monotonic() + OTHER_NODE_S
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        first = min(exits.items())
+    rank, end = first
+    phase = phases.get(rank)
+    if phase is not None and phase.pid != end.pid:
+        phase = None  # it died before it wrote its own
+    memory = memory_now(phase, oom_kills_before)
+    failure = describe(rank, end, phase, host_name(), memory, time.time())
+    log.error("%s", failure.text)
+    if not path.exists():
+        write_json(path, failure.facts())
+
+
+def end_descendants() -> None:
+    """Kill what the ranks left behind, such as helpers that a rank killed by force had started."""
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(left, timeout=SHUTDOWN_S)
+
+
+def _remove_old(run_dir: Path) -> None:
+    """Drop what an earlier learner of this run left: it would be taken for this one's."""
+    for path in (run_dir / "logs").glob("learner-rank*"):
+        path.unlink(missing_ok=True)
+    (run_dir / "logs" / FAILURE_FILE).unlink(missing_ok=True)
+    (run_dir / "endpoints" / "learner.json").unlink(missing_ok=True)
+
+
+def main(argv: Sequence[str] | None = None, module: str = "megarl.learner.service") -> int:
+    """Entry: this node's part of the learner. Returns the exit status."""
+    die_with_parent(signal.SIGTERM)
+    adopt_orphans()
+    parser = argparse.ArgumentParser(prog="python -m megarl.learner.ranks", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="RUN/config.toml")
+    parser.add_argument("--run-dir", type=Path, required=True, help="the run folder")
+    parser.add_argument("--nnodes", type=int, default=1, help="learner nodes")
+    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is")
+    parser.add_argument("--rdzv", default="", help="HOST:PORT of node rank 0, with several nodes")
+    options = parser.parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s learner launcher %(levelname)s %(message)s"
+    )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    from megarl.learner.service import read_config
+
+    config = read_config(options.config)
+    if config.learner_processes % options.nnodes:
+        parser.error(
+            f"{config.learner_processes} learner ranks do not split over --nnodes {options.nnodes}"
+        )
+    if options.nnodes > 1 and not options.rdzv:
+        parser.error("--nnodes above 1 needs --rdzv HOST:PORT of node rank 0")
+    paths = ["--config", str(options.config), "--run-dir", str(options.run_dir)]
+    command = [sys.executable, "-u", "-m", module, *paths]
+    return launch(config, command, options.run_dir, options.nnodes, options.node_rank, options.rdzv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
