@@ -163,15 +163,18 @@ def _anchored(name: str, value: object, folder: Path) -> object:
 
 
 def _nested(values: dict[str, object]) -> dict[str, object]:
+    """The tree that dotted names stand for; groups of required settings are always in it."""
     tree: dict[str, object] = {}
-    for name, value in values.items():
+    required = {name: None for name, setting in all_settings().items() if setting.required}
+    for name in {**required, **values}:
         *groups, last = name.split(".")
         node = tree
         for group in groups:
             child = node.setdefault(group, {})
             assert isinstance(child, dict)
             node = child
-        node[last] = value
+        if name in values:
+            node[last] = values[name]
     return tree
 
 

@@ -1,0 +1,137 @@
+"""The command line: its commands, its errors and its exit status."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import megarl
+from megarl.cli import main
+from megarl.errors import LearnerError, MegarlError
+
+EXAMPLE = str(Path(__file__).parent.parent / "examples" / "quickstart.toml")
+
+
+@pytest.fixture
+def run_training(monkeypatch):
+    """Stands in for the run; the test sets what it does."""
+    module = types.ModuleType("megarl.launch.run")
+    module.calls = []
+    module.run_training = lambda config, run_dir: module.calls.append((config, run_dir))
+    monkeypatch.setitem(sys.modules, "megarl.launch.run", module)
+    return module
+
+
+def test_version_is_printed(capsys) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megarl {megarl.__version__}\n"
+
+
+def test_module_runs_as_the_command() -> None:
+    answer = subprocess.run([sys.executable, "-m", "megarl", "--version"], capture_output=True)
+    assert (answer.returncode, answer.stdout.split()[0]) == (0, b"megarl")
+
+
+def test_the_quickstart_example_can_run(capsys) -> None:
+    assert main(["config", EXAMPLE]) == 0
+    assert 'name = "quickstart"' in capsys.readouterr().out
+
+
+def test_train_hands_settings_and_run_folder_to_the_launcher(
+    run_training, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", EXAMPLE, "--run.seed", "3"]) == 0
+    [(config, run_dir)] = run_training.calls
+    assert (config.run.seed, run_dir) == (3, tmp_path / "runs" / "quickstart")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train"],
+        ["train", "--run.seed", "1"],
+        ["config"],
+        ["trian", EXAMPLE],
+        ["train", "no-such-file.toml"],
+        ["train", EXAMPLE, "--no.such", "1"],
+        ["train", EXAMPLE, "--actor.model", "no-such-folder"],
+        ["train", EXAMPLE, "--learner.parallel.tp", "3"],
+        ["train", EXAMPLE, "--prompts.template", "chat"],
+        ["help", "no.such.setting"],
+    ],
+)
+def test_wrong_input_ends_with_status_2_and_one_error(arguments, run_training, capsys) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), run_training.calls) == ("", 1, [])
+    assert err.startswith("megarl: ")
+
+
+def test_several_violations_are_listed_one_a_line(capsys) -> None:
+    assert main(["config", EXAMPLE, "--no.such", "1", "--run.seed", "x"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "megarl: 2 things keep this from running:"
+    assert [line[:4] for line in lines[1:]] == ["  - "] * 2
+
+
+def test_failed_run_ends_with_the_status_of_its_error(run_training, capsys) -> None:
+    def fail(config: object, run_dir: Path) -> None:
+        raise LearnerError("learner rank 1 on host a died from SIGKILL in phase step")
+
+    run_training.run_training = fail
+    assert main(["train", EXAMPLE]) == LearnerError.exit_status == 1
+    assert capsys.readouterr().err == (
+        "megarl: learner rank 1 on host a died from SIGKILL in phase step\n"
+    )
+
+
+def test_interrupted_run_ends_with_status_130(run_training, capsys) -> None:
+    def interrupt(config: object, run_dir: Path) -> None:
+        raise KeyboardInterrupt
+
+    run_training.run_training = interrupt
+    assert main(["train", EXAMPLE]) == 130
+
+
+def test_a_bug_keeps_its_traceback(run_training) -> None:
+    def stumble(config: object, run_dir: Path) -> None:
+        raise ZeroDivisionError
+
+    assert not issubclass(ZeroDivisionError, MegarlError)
+    run_training.run_training = stumble
+    with pytest.raises(ZeroDivisionError):
+        main(["train", EXAMPLE])
+
+
+def test_help_describes_one_setting_with_its_default(capsys) -> None:
+    assert main(["help", "loop.max_staleness"]) == 0
+    out = capsys.readouterr().out
+    assert "--loop.max_staleness  `0`; default 0" in out
+    assert "0 is strictly synchronous" in out
+
+
+def test_help_of_a_group_lists_the_groups_inside_it(capsys) -> None:
+    assert main(["help", "learner"]) == 0
+    out = capsys.readouterr().out
+    assert "--learner.epochs_per_rollout" in out
+    assert "--learner.optimizer.lr" in out
+
+
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["config", EXAMPLE, "-h"], ["help"]])
+def test_help_lists_every_setting(arguments, capsys) -> None:
+    from megarl.config.settings import all_settings
+
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert [name for name in all_settings() if f"--{name} " not in out] == []
+
+
+def test_output_into_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m megarl help | head -1"
+    answer = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True)
+    assert (answer.returncode, answer.stderr) == (0, b"")
