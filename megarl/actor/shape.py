@@ -222,7 +222,7 @@ class _Reader:
         return value
 
     def _real(self, field: str, values: Mapping[str, object]) -> float:
-        value = values.get(field)
+        value = values.get(field.rpartition(".")[2])
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self._refusal(field, "a positive number is needed", value)
         return float(value)
@@ -289,7 +289,7 @@ class _Reader:
         for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
             if key not in rope:
                 raise self._refusal(f"{field}.{key}", f"it must be {fixed[key]:g}", None)
-        return Llama3Rope(self._real("factor", rope))
+        return Llama3Rope(self._real(f"{field}.factor", rope))
 
 
 def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:

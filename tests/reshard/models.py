@@ -1,6 +1,6 @@
 """Tiny policies, their numbered tensors, and the plain slices that engines are known to hold.
 
-The slices are written head by head with numpy, on purpose unlike the interval arithmetic under test.
+The slices are written head by head with numpy, on purpose unlike the intervals under test.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tiny_shape(architecture: str = "Qwen3ForCausalLM", **changes: object) -> Mod
 
 
 def numbered(shape: ModelShape) -> Arrays:
-    """Every parameter under its Hugging Face name; every element of the policy has its own number."""
+    """Every parameter under its Hugging Face name; every element has a number of its own."""
     arrays, first = {}, 1
     for parameter in parameter_table(shape):
         last = first + parameter.num_elements

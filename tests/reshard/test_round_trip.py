@@ -1,4 +1,4 @@
-"""Properties over random policies and meshes: file -> Megatron -> SGLang -> file, element by element."""
+"""Random policies and meshes travel file -> Megatron -> SGLang -> file, element by element."""
 
 from __future__ import annotations
 
