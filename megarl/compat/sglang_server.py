@@ -83,7 +83,6 @@ def prepare_process(argv: Sequence[str]) -> None:
 
 def main() -> None:
     """Serve until stopped, as `python -m sglang.launch_server` does, and leave no child behind."""
-    die_with_parent()
     flags = [*sys.argv[1:], *take_keys(os.environ)]
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -98,6 +97,8 @@ def main() -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+if __name__ == "__main__":
+    die_with_parent()  # the children do so by themselves
 if __name__ in ("__main__", "__mp_main__"):
     prepare_process(sys.argv)
 if __name__ == "__main__":

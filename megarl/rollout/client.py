@@ -23,6 +23,8 @@ from megarl.types import FinishReason, ServerEndpoint, VersionSpan
 
 log = logging.getLogger(__name__)
 
+NO_VERSION = -1  # the weights that a server was started with; no sync has reached it
+UNSYNCED_LABEL = "default"  # SGLang's own label for them
 ABORT_S = 5.0  # how long an abort of cancelled requests may hold up their cancellation
 
 
@@ -53,19 +55,15 @@ class Completion:
 
 
 class RolloutClient:
-    """Speaks with rollout servers, any number of requests at a time. An async context manager."""
+    """Speaks with rollout servers, any number of requests at a time. Close it in the end."""
 
-    async def __aenter__(self) -> RolloutClient:
+    def __init__(self) -> None:
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),  # the collector bounds the samples in flight
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
         )
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Close all connections."""
         await self._http.close()
 
@@ -199,18 +197,20 @@ def _completion(item: Any, request_id: str, server: str) -> Completion:
     )
 
 
+def _version(label: Any) -> int:
+    """A policy version from SGLang's label. Raises ValueError where it is none."""
+    return NO_VERSION if label == UNSYNCED_LABEL else int(label)
+
+
 def _spans(spans: Any, num_tokens: int, wrong: Any) -> tuple[VersionSpan, ...]:
     """SGLang's version labels as spans that cover all tokens in order."""
     try:
         found = tuple(
-            VersionSpan(int(span["start"]), int(span["end"]), int(span["version"]))
+            VersionSpan(int(span["start"]), int(span["end"]), _version(span["version"]))
             for span in spans
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise wrong(
-            f"its weight versions are {spans!r}, which name no policy version; "
-            "no weight sync has reached this server"
-        ) from error
+        raise wrong(f"its weight versions are {spans!r}, which name no policy version") from error
     end = 0
     for span in found:
         if span.start != end or span.end <= span.start:

@@ -11,20 +11,40 @@ import contextlib
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from megarl.buffer.groupfile import write_group
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, RolloutError
-from megarl.rollout.client import Completion, RolloutClient, Sampling, ServerGoneError
+from megarl.rollout.client import (
+    NO_VERSION,
+    Completion,
+    RolloutClient,
+    Sampling,
+    ServerGoneError,
+)
 from megarl.rollout.servers import ServerPool
-from megarl.types import Group, Prompt, Sample
+from megarl.types import Group, Prompt, Sample, ServerEndpoint
 
 log = logging.getLogger(__name__)
 
-Decode = Callable[[Sequence[int]], str]
+
+class Vocabulary(Protocol):
+    """What responses need of the model's tokenizer."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The model's own end tokens."""
+
+    def stop_id(self, text: str) -> int:
+        """The one token that is this text. Raises ConfigError where there is none."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+
 
 TRIES_PER_INCARNATION = 3  # of one group on one server process that fails it and yet lives
 RETRY_S = 0.5
@@ -42,11 +62,12 @@ class _Request:
 
 
 class Collector:
-    """Collects responses from the pool's servers. An async context manager.
+    """Collects responses from the pool's servers. Made inside a running event loop; closed at the
+    end.
 
-    `stop_token_ids` end every response: the model's end tokens and the tokens of
-    `rollout.sampling.stop`. `decode` makes a response's text, without the token that stopped it.
-    Raises ConfigError where a group cannot be in flight at once.
+    A response ends with one of the model's end tokens or of the tokens of `rollout.sampling.stop`,
+    which its text is without. Raises ConfigError where a group cannot be in flight at once, or a
+    stop text is not one token.
     """
 
     def __init__(
@@ -54,8 +75,7 @@ class Collector:
         config: Config,
         pool: ServerPool,
         run_dir: Path,
-        stop_token_ids: Sequence[int],
-        decode: Decode,
+        vocabulary: Vocabulary,
     ) -> None:
         rollout = config.rollout
         if rollout.samples_per_prompt > rollout.max_inflight_samples:
@@ -67,17 +87,15 @@ class Collector:
         self._config = config
         self._pool = pool
         self._run_dir = run_dir
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._decode = decode
+        self._vocabulary = vocabulary
+        stops = (vocabulary.stop_id(text) for text in rollout.sampling.stop)
+        self._stop_token_ids = (*vocabulary.eos_ids, *stops)
         self._client = RolloutClient()
         self._room = _Room(rollout.max_inflight_samples)
 
-    async def __aenter__(self) -> Collector:
-        await self._client.__aenter__()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()
 
     async def collect(self, prompts: Sequence[Prompt], version: int) -> AsyncIterator[Group]:
         """One group of `samples_per_prompt` responses per prompt, yielded as each ends.
@@ -104,32 +122,38 @@ class Collector:
 
         Their log-probs are at temperature 1. Raises RolloutError.
         """
-        return await self._one_each(prompts, version, "eval", temperature=0.0)
+        sampling = self._sampling(temperature=0.0)
+        requests = (
+            _Request(f"eval-{group_id(version, position)}", prompt, 1, sampling, version)
+            for position, prompt in enumerate(prompts)
+        )
+        return await _all_or_none([self._one(request) for request in requests])
 
-    async def probe(self, prompts: Sequence[Prompt], version: int) -> list[Sample]:
-        """One sampled response per prompt, in the prompts' order; no file is written.
+    async def probe(
+        self, server: ServerEndpoint, prompts: Sequence[Prompt], max_new_tokens: int
+    ) -> list[Sample]:
+        """One response per prompt, sampled by this very server, routable or not; no file is
+        written.
 
-        For comparing log-probs with the learner's: they are at the sampling temperature.
+        For comparing log-probs with the learner's. Raises RolloutError; nothing is tried again.
         """
         temperature = self._config.rollout.sampling.temperature
-        return await self._one_each(prompts, version, "probe", temperature)
-
-    async def _one_each(
-        self, prompts: Sequence[Prompt], version: int, kind: str, temperature: float
-    ) -> list[Sample]:
-        sampling = self._sampling(temperature)
-        tasks = [
-            asyncio.create_task(
-                self._samples(
-                    _Request(f"{kind}-{group_id(version, position)}", prompt, 1, sampling, version)
-                )
-            )
+        sampling = Sampling(temperature, max_new_tokens, self._stop_token_ids)
+        requests = (
+            _Request(f"probe-{position:04d}", prompt, 1, sampling, NO_VERSION)
             for position, prompt in enumerate(prompts)
-        ]
-        try:
-            return [sample for (sample,) in await asyncio.gather(*tasks)]
-        finally:
-            await _cancelled(tasks)
+        )
+        return await _all_or_none([self._one(request, server) for request in requests])
+
+    async def _one(self, request: _Request, server: ServerEndpoint | None = None) -> Sample:
+        if server is None:
+            return (await self._samples(request))[0]
+        async with self._room.taken(1):
+            try:
+                completions = await self._ask(server, request)
+            except ServerGoneError as error:
+                raise RolloutError(f"{request.group_id}: {error}; see its log") from error
+        return self._sample(request, 0, completions[0])
 
     def _sampling(self, temperature: float) -> Sampling:
         max_new_tokens = self._config.rollout.sampling.max_new_tokens
@@ -155,13 +179,7 @@ class Collector:
         while True:
             async with self._pool.acquire(request.version, request.num_samples) as endpoint:
                 try:
-                    return await self._client.generate(
-                        endpoint,
-                        request.prompt.prompt_ids,
-                        _request_ids(request),
-                        request.sampling,
-                        self._config.deadline.generate_s,
-                    )
+                    return _at_version(await self._ask(endpoint, request), request)
                 except ServerGoneError as error:
                     log.warning("group issued again group=%s why=%s", request.group_id, error)
                     key = (endpoint.name, endpoint.incarnation)
@@ -174,27 +192,36 @@ class Collector:
                     self._pool.report_trouble(endpoint, error)
             await asyncio.sleep(RETRY_S)
 
+    async def _ask(self, server: ServerEndpoint, request: _Request) -> tuple[Completion, ...]:
+        return await self._client.generate(
+            server,
+            request.prompt.prompt_ids,
+            _request_ids(request),
+            request.sampling,
+            self._config.deadline.generate_s,
+        )
+
     def _sample(self, request: _Request, index: int, completion: Completion) -> Sample:
-        sample_id = f"{request.group_id}-{index:02d}"
-        found = {span.version for span in completion.version_spans}
-        if found != {request.version}:
-            raise RolloutError(
-                f"{sample_id}: sampled from policy versions {sorted(found)}, not from "
-                f"{request.version}; it is not used. A server was synced while it generated"
-            )
         sample = Sample(
-            sample_id=sample_id,
+            sample_id=f"{request.group_id}-{index:02d}",
             group_id=request.group_id,
             prompt_id=request.prompt.prompt_id,
             prompt_ids=request.prompt.prompt_ids,
             finish_reason=completion.finish_reason,
             text=self._text(completion),
         )
-        return sample.extended(completion.token_ids, completion.logprobs, request.version)
+        for span in completion.version_spans:
+            part = slice(span.start, span.end)
+            sample = sample.extended(
+                completion.token_ids[part], completion.logprobs[part], span.version
+            )
+        return sample
 
     def _text(self, completion: Completion) -> str:
         has_stop = completion.finish_reason == "stop"
-        return self._decode(completion.token_ids[:-1] if has_stop else completion.token_ids)
+        return self._vocabulary.decode(
+            completion.token_ids[:-1] if has_stop else completion.token_ids
+        )
 
 
 class _Room:
@@ -234,7 +261,28 @@ def _request_ids(request: _Request) -> list[str]:
     return [f"{request.group_id}-{index:02d}.{unique}" for index in range(request.num_samples)]
 
 
-async def _cancelled(tasks: Sequence[asyncio.Task[object]]) -> None:
+def _at_version(completions: tuple[Completion, ...], request: _Request) -> tuple[Completion, ...]:
+    """The completions, all of whose tokens come from the version that was asked for."""
+    for index, completion in enumerate(completions):
+        found = {span.version for span in completion.version_spans}
+        if found != {request.version}:
+            raise RolloutError(
+                f"{request.group_id}-{index:02d}: sampled from policy versions {sorted(found)}, "
+                f"not from {request.version}; it is not used. Was a server synced meanwhile?"
+            )
+    return completions
+
+
+async def _all_or_none(work: Sequence[Coroutine[None, None, Sample]]) -> list[Sample]:
+    """The samples in order; where one fails, the others are cancelled."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _cancelled(tasks)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
