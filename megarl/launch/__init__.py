@@ -1,1 +1,1 @@
-
+"""Starts, places, watches and ends the processes of a run."""

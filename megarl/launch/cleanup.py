@@ -1,0 +1,111 @@
+"""Entries of /dev/shm: which ones our own processes use, and the removal of those they left behind.
+
+Owns the rule of what may be removed: an entry that appeared after we started, was seen in a
+process of our own tree, and is used by no living process; or one that carries the id of our run in
+its name. Entries of other jobs, and files that users keep there, are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.launch.process import processes
+
+SHARED_MEMORY = Path("/dev/shm")
+RUN_PREFIX = "megarl_"
+_RUN_ID = re.compile(r"[A-Za-z0-9-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """A file below /dev/shm, known by its inode as well: names are used again."""
+
+    path: str
+    inode: int
+
+
+def present() -> frozenset[SharedFile]:
+    """Every file below /dev/shm now."""
+    found = set()
+    for folder, _, names in os.walk(SHARED_MEMORY):
+        for name in names:
+            path = os.path.join(folder, name)
+            with contextlib.suppress(OSError):
+                found.add(SharedFile(path, os.lstat(path).st_ino))
+    return frozenset(found)
+
+
+def used_by(pids: Iterable[int]) -> set[SharedFile]:
+    """The files below /dev/shm that these processes map or hold open, where we may look."""
+    found: set[SharedFile] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found |= _mapped(pid)
+        with contextlib.suppress(OSError):
+            found |= _opened(pid)
+    return found
+
+
+def _mapped(pid: int) -> set[SharedFile]:
+    needle = f" {SHARED_MEMORY}/"
+    found = set()
+    with open(f"/proc/{pid}/maps", errors="replace") as maps:
+        for line in maps:
+            if needle in line:
+                fields = line.rstrip("\n").split(maxsplit=5)  # man 5 proc: the path is the sixth
+                if not fields[5].endswith(" (deleted)"):
+                    found.add(SharedFile(fields[5], int(fields[4])))
+    return found
+
+
+def _opened(pid: int) -> set[SharedFile]:
+    found = set()
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        link = f"/proc/{pid}/fd/{descriptor}"
+        with contextlib.suppress(OSError):
+            path = os.readlink(link)
+            if path.startswith(f"{SHARED_MEMORY}/") and not path.endswith(" (deleted)"):
+                found.add(SharedFile(path, os.stat(link).st_ino))
+    return found
+
+
+def sweep(files: Iterable[SharedFile]) -> list[str]:
+    """Remove those of `files` that no living process uses; returns the paths removed.
+
+    Processes of other users cannot be looked into; they cannot open our files either.
+    """
+    candidates = set(files) & present()
+    if not candidates:
+        return []
+    return sorted(file.path for file in candidates - used_by(processes()) if _remove(file))
+
+
+def sweep_run(run_id: str) -> list[str]:
+    """Remove /dev/shm/megarl_<run_id>_*, in use or not; returns the paths removed.
+
+    Only for a run whose processes have ended, or are ending.
+    """
+    if not _RUN_ID.fullmatch(run_id):
+        return []
+    prefix = f"{SHARED_MEMORY}/{RUN_PREFIX}{run_id}_"
+    return sorted(f.path for f in present() if f.path.startswith(prefix) and _remove(f))
+
+
+def is_run_file(file: SharedFile) -> bool:
+    """Whether it belongs to a run as a whole, not to one process of it."""
+    return os.path.basename(file.path).startswith(RUN_PREFIX)
+
+
+def _remove(file: SharedFile) -> bool:
+    try:
+        if os.lstat(file.path).st_ino != file.inode:
+            return False
+        os.unlink(file.path)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,210 @@
+"""One run from its start to its end: engines up side by side, the loop on them, everything gone
+after.
+
+Owns the order, the watch over the learner, and what signals do. How processes start is
+`launcher.py`'s, what the loop does `controller/`'s, which server may be asked `rollout/`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from megarl.config.schema import Config
+from megarl.controller.training import Inputs, finished_version, load_inputs, train
+from megarl.errors import LaunchError, LearnerError
+from megarl.launch.cleanup import sweep_run
+from megarl.launch.folder import RunFolder, open_run_folder
+from megarl.launch.launcher import Launcher
+from megarl.launch.local import LocalSteps
+from megarl.launch.process import Process, describe_status
+from megarl.launch.slurm import SlurmSteps
+from megarl.launch.topology import Topology, make_topology
+from megarl.learner.client import LearnerClient
+from megarl.learner.phases import read_phases
+from megarl.rollout.servers import ServerPool
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+ACCOUNT_S = 10.0  # from the learner's silence to the end of its launcher, which says why
+SHUTDOWN_S = 10.0  # of a learner whose work is done
+CANCEL_S = 3.0  # for the loop to put its things away
+LOG_LINES = 15
+
+
+def run_training(config: Config, run_dir: Path) -> int:
+    """Run or continue the training of `config` in `run_dir`; returns the exit status.
+
+    0 when it is finished, 130 after Ctrl-C, 143 after SIGTERM. Raises MegarlError for everything
+    else, after every process and shared-memory entry of the run is gone.
+    """
+    run_dir = run_dir.absolute()
+    try:
+        inputs = load_inputs(config)
+        topology = make_topology(config, os.environ)
+        with open_run_folder(config, run_dir) as folder:
+            if finished_version(run_dir) >= config.loop.versions:
+                log.info("nothing to do run=%s versions=%d", run_dir, config.loop.versions)
+                return 0
+            return asyncio.run(_Run(config, folder, topology, inputs).run())
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+class _Run:
+    """One start of a run."""
+
+    def __init__(
+        self, config: Config, folder: RunFolder, topology: Topology, inputs: Inputs
+    ) -> None:
+        steps = SlurmSteps() if topology.kind == "slurm" else LocalSteps()
+        self._config = config
+        self._folder = folder
+        self._topology = topology
+        self._inputs = inputs
+        self._launcher = Launcher(config, folder.path, topology, steps, folder.run_ids)
+        self._signum = 0
+
+    async def run(self) -> int:
+        """Work until done, a failure or a signal; leave nothing behind. Returns the exit status."""
+        log.info("placed kind=%s %s", self._topology.kind, self._topology.describe())
+        work = asyncio.create_task(self._work())
+        try:
+            self._catch_signals(work)
+            await work
+        except BaseException:
+            if not self._signum:
+                raise
+        finally:
+            await self._launcher.end_all()
+            for run_id in self._folder.run_ids:
+                sweep_run(run_id)
+        return 128 + self._signum if self._signum else 0
+
+    def _catch_signals(self, work: asyncio.Task[None]) -> None:
+        """The first SIGINT or SIGTERM ends the run in order, the second one at once."""
+
+        def received(signum: int) -> None:
+            if self._signum:
+                self._launcher.kill_all()
+                for run_id in self._folder.run_ids:
+                    sweep_run(run_id)
+                os._exit(128 + signum)
+            self._signum = signum
+            log.warning("ending the run signal=%s", signal.Signals(signum).name)
+            self._launcher.ask_all_to_end()
+            work.cancel()
+
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, received, signum)
+
+    async def _work(self) -> None:
+        """Start both engines, run the loop on them, end them."""
+        run_dir = self._folder.path
+        endpoint = run_dir / "endpoints" / "learner.json"
+        endpoint.unlink(missing_ok=True)  # of an earlier start
+        process = await self._launcher.start_learner()
+        hosts = [seat.address for seat in self._topology.servers]
+        servers = ServerPool(
+            self._config, run_dir, self._launcher.spawn, self._topology.device, hosts
+        )
+        try:
+            ready = _all(self._learner_ready(endpoint), servers.start())
+            facts, _ = await self._while_alive(process, ready)
+            failure_file = run_dir / "logs" / "learner-failure.json"
+            async with LearnerClient(
+                facts["url"], facts["api_key"], self._config.deadline, failure_file
+            ) as learner:
+                loop = train(self._config, run_dir, self._inputs, learner, servers)
+                await self._while_alive(process, loop)
+                await learner.shutdown()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), SHUTDOWN_S)
+        finally:
+            await servers.aclose()
+
+    async def _learner_ready(self, endpoint: Path) -> dict[str, str]:
+        """Wait for the learner's endpoint file. Raises LearnerError when its time is over."""
+        deadline = time.monotonic() + self._config.deadline.learner_start_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(FileNotFoundError):
+                facts: dict[str, str] = json.loads(endpoint.read_text())
+                return facts
+            await asyncio.sleep(POLL_S)
+        raise LearnerError(
+            f"the learner did not answer within deadline.learner_start_s="
+            f"{self._config.deadline.learner_start_s:g}; its ranks: {self._places()}; see "
+            f"{self._folder.path / 'logs' / 'learner.log'}"
+        )
+
+    async def _while_alive(self, process: Process, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work`. Raises LaunchError with the first cause where the learner ends
+        first.
+
+        An error of a call to a learner that is ending is the learner's end, seen from the other
+        side.
+        """
+        task, death = asyncio.create_task(work), asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and isinstance(task.exception(), LearnerError):
+                await asyncio.wait({death}, timeout=ACCOUNT_S)
+            if death.done() and not (task.done() and task.exception() is None):
+                raise LaunchError(self._account(process, death.result())) from (
+                    task.exception() if task.done() else None
+                )
+            return await task
+        finally:
+            task.cancel()
+            death.cancel()
+            await asyncio.wait({task, death}, timeout=CANCEL_S)
+
+    def _account(self, process: Process, returncode: int) -> str:
+        """Why the learner ended: rank, host, signal, phase and memory, where they are known."""
+        path = self._folder.path / "logs" / "learner-failure.json"
+        try:
+            text = str(json.loads(path.read_text())["text"])
+        except (OSError, ValueError, KeyError):
+            where = "+".join(node.name for node in self._topology.learner.nodes)
+            text = (
+                f"the learner on {where} {describe_status(returncode)} without an account; its "
+                f"ranks: {self._places()}; the end of its log:\n{_log_end(process.log_path)}"
+            )
+        return (
+            f"{text}\nlog: {process.log_path}. The same command continues from the last checkpoint"
+        )
+
+    def _places(self) -> str:
+        phases = read_phases(self._folder.path / "logs").values()
+        return ", ".join(f"{p.rank} in {p.place} on {p.host}" for p in phases) or "none started"
+
+
+async def _all(*work: Awaitable[Any]) -> list[Any]:
+    """The results of all; at the first error the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in tasks if task.done() and task.exception() is not None]
+        return [await task for task in failed or tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=CANCEL_S)
+
+
+def _log_end(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return f"(no log at {path})"
+    return "\n".join(lines[-LOG_LINES:]) or "(the log is empty)"

@@ -1,0 +1,256 @@
+"""Which role runs on which node: from the settings and, inside a Slurm job, the job's own
+variables.
+
+Owns nodes, their addresses and the placement of learner and servers on them. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megarl.config.schema import Config
+from megarl.errors import ConfigError, LaunchError
+
+LOOPBACK = "127.0.0.1"
+SCONTROL_S = 30.0  # a busy slurmctld answers late
+
+Kind = Literal["local", "slurm"]
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node: its name, the address that servers on it bind to and are reached at, and its host.
+
+    Two nodes of one `host` share memory. Counts are of what the job may use there.
+    """
+
+    name: str
+    address: str
+    host: str
+    num_cpus: int
+    num_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A role's place: its nodes, in order, and which of each node's visible GPUs it has.
+
+    `gpus` is (start, end), or None on a CPU.
+    """
+
+    nodes: tuple[Node, ...]
+    gpus: tuple[int, int] | None
+
+    @property
+    def address(self) -> str:
+        """The address of its first node."""
+        return self.nodes[0].address
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where everything runs; the controller itself is on the first node of a job."""
+
+    kind: Kind
+    device: Device
+    nodes: tuple[Node, ...]
+    learner: Seat
+    servers: tuple[Seat, ...]
+
+    def describe(self) -> str:
+        """One line for the log, such as `learner on n1, servers on n2, n2`."""
+        learner = "+".join(node.name for node in self.learner.nodes)
+        servers = ", ".join(seat.nodes[0].name for seat in self.servers)
+        return f"learner on {learner}, servers on {servers}"
+
+
+def make_topology(config: Config, environ: Mapping[str, str]) -> Topology:
+    """Find the nodes and place the roles of `config` on them.
+
+    Raises ConfigError where they do not fit, LaunchError where Slurm does not answer.
+    """
+    kind = launch_kind(config, environ)
+    nodes = slurm_nodes(environ) if kind == "slurm" else (local_node(environ),)
+    device = launch_device(config, nodes)
+    learner, servers = place(config, nodes, device)
+    topology = Topology(kind, device, nodes, learner, servers)
+    _check_shared_memory(config, topology)
+    return topology
+
+
+def launch_kind(config: Config, environ: Mapping[str, str]) -> Kind:
+    """`local` or `slurm`. Raises ConfigError for slurm outside a job."""
+    in_job = "SLURM_JOB_ID" in environ
+    if config.launch.kind == "slurm" and not in_job:
+        raise ConfigError(
+            "launch.kind=slurm, but this is no Slurm job (SLURM_JOB_ID is not set); "
+            "submit with `sbatch slurm/train.sbatch CONFIG`, or use launch.kind=local"
+        )
+    if config.launch.kind == "auto":
+        return "slurm" if in_job else "local"
+    return config.launch.kind
+
+
+def launch_device(config: Config, nodes: Sequence[Node]) -> Device:
+    """`cuda` where the first node has GPUs for us, unless the setting says which."""
+    if config.launch.device == "auto":
+        return "cuda" if nodes[0].num_gpus else "cpu"
+    return config.launch.device
+
+
+def node_name(environ: Mapping[str, str]) -> str:
+    """Node identity: MEGARL_NODE, else Slurm's node name, else the host name.
+
+    >>> node_name({"MEGARL_NODE": "a", "SLURMD_NODENAME": "n1"})
+    'a'
+    """
+    return environ.get("MEGARL_NODE") or environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def local_node(environ: Mapping[str, str]) -> Node:
+    """This machine, reached over loopback only."""
+    name = node_name(environ)
+    num_cpus = len(os.sched_getaffinity(0))
+    return Node(name, LOOPBACK, name, num_cpus, _local_gpus(environ, Path("/dev")))
+
+
+def _local_gpus(environ: Mapping[str, str], devices: Path) -> int:
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name not in ("", "-1", "NoDevFiles")])
+    return len([path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+
+
+def slurm_nodes(environ: Mapping[str, str]) -> tuple[Node, ...]:
+    """The nodes of the surrounding job, in Slurm's order. Raises LaunchError."""
+    names = _scontrol("hostnames", environ["SLURM_JOB_NODELIST"]).split()
+    cpus = expand_counts(environ["SLURM_JOB_CPUS_PER_NODE"])
+    num_gpus = int(environ.get("SLURM_GPUS_ON_NODE") or 0)  # of this node; the others have as many
+    nodes = []
+    for name, num_cpus in zip(names, cpus, strict=True):
+        facts = node_facts(_scontrol("node", name))
+        host = facts.get("NodeHostName", name)
+        nodes.append(Node(name, resolve(facts.get("NodeAddr", name)), host, num_cpus, num_gpus))
+    return tuple(nodes)
+
+
+def _scontrol(what: str, name: str) -> str:
+    command = ["scontrol", "show", what, name, *(["--oneliner"] if what == "node" else [])]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=SCONTROL_S
+        )
+    except FileNotFoundError as error:
+        raise LaunchError("scontrol is not on the PATH; add Slurm's bin") from error
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        stderr = (error.stderr or "").strip() if isinstance(error.stderr, str) else ""
+        raise LaunchError(f"`{' '.join(command)}` failed: {stderr or error}") from error
+    return done.stdout
+
+
+def node_facts(line: str) -> dict[str, str]:
+    """The KEY=VALUE words of `scontrol show node --oneliner`.
+
+    >>> node_facts("NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=vm State=IDLE")["NodeAddr"]
+    '10.0.0.1'
+    """
+    pairs = (word.partition("=") for word in line.split())
+    return {key: value for key, mark, value in pairs if mark}
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """Slurm's run-length form of a count per node.
+
+    >>> expand_counts("4(x2),3")
+    (4, 4, 3)
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise LaunchError(f"SLURM_JOB_CPUS_PER_NODE is {text!r}; expected a form like 4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def resolve(address: str) -> str:
+    """A node's address as an IP address: binding and connecting mean the same interface."""
+    try:
+        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise LaunchError(
+            f"the node address {address} does not resolve here: {error.strerror}; "
+            "name it in DNS or /etc/hosts, or set NodeAddr in slurm.conf"
+        ) from error
+
+
+def place(config: Config, nodes: Sequence[Node], device: Device) -> tuple[Seat, tuple[Seat, ...]]:
+    """The learner's seat and each server's. Pure. Raises ConfigError where they do not fit.
+
+    The learner takes the first node or nodes, the servers the others, in turn; everything shares
+    the only node where there is one. On CPUs a learner spreads where its ranks outnumber a node's
+    CPUs and there are nodes to spare; on GPUs each rank needs one of its own.
+    """
+    if device == "cpu":
+        return _place_on_cpus(config, nodes)
+    return _place_on_gpus(config, nodes)
+
+
+def _place_on_cpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[Seat, ...]]:
+    ranks = config.learner_processes
+    most = max(1, len(nodes) - 1)
+    fewest = max(1, -(-ranks // max(1, nodes[0].num_cpus)))
+    fits = [n for n in range(min(fewest, most), most + 1) if ranks % n == 0]
+    num_learner_nodes = fits[0] if fits else 1
+    others = nodes[num_learner_nodes:] or nodes
+    servers = tuple(Seat((others[i % len(others)],), None) for i in range(config.rollout.servers))
+    return Seat(tuple(nodes[:num_learner_nodes]), None), servers
+
+
+def _place_on_gpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[Seat, ...]]:
+    ranks, tp = config.learner_processes, config.rollout.parallel.tp
+    per_node = nodes[0].num_gpus
+    need = f"{ranks} learner + {config.rollout.servers} x {tp} rollout GPUs"
+    have = f"{len(nodes)} node(s) with {per_node} GPU(s) each"
+    num_learner_nodes = -(-ranks // per_node) if per_node else 0
+    if not per_node or num_learner_nodes > len(nodes) or tp > per_node:
+        raise ConfigError(f"the run needs {need}, the job has {have}; ask for more, or run smaller")
+    if ranks % num_learner_nodes:
+        raise ConfigError(
+            f"{ranks} learner ranks do not split evenly over {num_learner_nodes} nodes "
+            f"of {per_node} GPUs; use a multiple of {per_node} (placement.learner_gpus)"
+        )
+    on_each = ranks // num_learner_nodes
+    learner = Seat(tuple(nodes[:num_learner_nodes]), (0, on_each))
+    others = nodes[num_learner_nodes:]
+    free = [(node, start) for node in others for start in _slots(0, per_node, tp)]
+    free += [(node, start) for node in learner.nodes for start in _slots(on_each, per_node, tp)]
+    if len(free) < config.rollout.servers:
+        raise ConfigError(
+            f"the run needs {need}, the job has {have}, with room for {len(free)} server(s) "
+            f"of tp {tp} beside the learner; ask for more nodes, or lower rollout.servers"
+        )
+    taken = free[: config.rollout.servers]
+    return learner, tuple(Seat((node,), (start, start + tp)) for node, start in taken)
+
+
+def _slots(start: int, end: int, size: int) -> range:
+    return range(start, end - size + 1, size)
+
+
+def _check_shared_memory(config: Config, topology: Topology) -> None:
+    seats = (topology.learner, *topology.servers)
+    hosts = sorted({node.host for seat in seats for node in seat.nodes})
+    if config.weight_sync.mode == "shared" and len(hosts) > 1:
+        raise ConfigError(
+            f"weight_sync.mode=shared needs learner and servers on one host, and they are on "
+            f"{', '.join(hosts)}; ask Slurm for one node (sbatch --nodes=1)"
+        )

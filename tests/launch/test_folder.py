@@ -1,0 +1,89 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+from megarl.launch.folder import open_run_folder
+
+
+def config(**groups: object) -> Config:
+    return Config.model_validate({"actor": {"model": "/m"}, **groups})
+
+
+def begin(run_dir: Path, setting: Config) -> str:
+    """A run that made one step."""
+    with open_run_folder(setting, run_dir) as folder:
+        (run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
+        return folder.run_id
+
+
+def test_second_run_in_a_folder_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    with open_run_folder(config(), tmp_path / "run"):
+        code = """
+import sys
+from pathlib import Path
+from megarl.config.schema import Config
+from megarl.launch.folder import open_run_folder
+with open_run_folder(Config.model_validate({"actor": {"model": "/m"}}), Path(sys.argv[1])):
+    pass
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True
+        )
+    assert "ConfigError: another run is using" in done.stderr
+    assert "(process " in done.stderr
+    with open_run_folder(config(), tmp_path / "run"):
+        pass
+
+
+def test_each_start_has_its_own_id_and_knows_the_earlier_one(tmp_path: Path) -> None:
+    with open_run_folder(config(), tmp_path) as first:
+        assert first.run_ids == (first.run_id,)
+    with open_run_folder(config(), tmp_path) as second:
+        assert second.run_ids == (second.run_id, first.run_id)
+    assert second.run_id != first.run_id
+
+
+def test_continuing_with_other_settings_is_refused_and_names_them(tmp_path: Path) -> None:
+    begin(tmp_path, config())
+    other = config(run={"seed": 1}, learner={"optimizer": {"lr": 0.5}}, rollout={"servers": 2})
+    with pytest.raises(ConfigError) as refused, open_run_folder(other, tmp_path):
+        pass
+    assert refused.value.exit_status == 2
+    assert refused.value.violations[1:] == [
+        "learner.optimizer.lr was 1e-06, is 0.5",
+        "rollout.servers was 1, is 2",
+        "run.seed was 0, is 1",
+    ]
+
+
+def test_continuing_longer_and_elsewhere_is_allowed(tmp_path: Path) -> None:
+    begin(tmp_path, config())
+    more = config(
+        loop={"versions": 500},
+        launch={"kind": "local"},
+        deadline={"sync_s": 5.0},
+        checkpoint={"keep": 9},
+        observe={"wandb": "off"},
+    )
+    begin(tmp_path, more)
+    assert "versions = 500" in (tmp_path / "config.toml").read_text()
+
+
+def test_settings_may_change_before_the_first_step(tmp_path: Path) -> None:
+    with open_run_folder(config(), tmp_path):
+        pass
+    with open_run_folder(config(run={"seed": 1}), tmp_path):
+        pass
+
+
+def test_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match=r"choose another run\.dir"),
+        open_run_folder(config(), tmp_path / "file" / "run"),
+    ):
+        pass

@@ -1,0 +1,178 @@
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from megarl.config.schema import Config
+from megarl.errors import ConfigError, LaunchError
+from megarl.launch.topology import (
+    Node,
+    expand_counts,
+    launch_device,
+    launch_kind,
+    local_node,
+    make_topology,
+    place,
+    resolve,
+    slurm_nodes,
+)
+
+
+def config(**groups: object) -> Config:
+    return Config.model_validate({"actor": {"model": "m"}, **groups})
+
+
+def nodes(count: int, cpus: int = 4, gpus: int = 0, hosts: int | None = None) -> list[Node]:
+    hosts = hosts or count
+    return [
+        Node(f"n{i}", f"10.0.0.{i}", f"h{min(i, hosts)}", cpus, gpus) for i in range(1, count + 1)
+    ]
+
+
+def seats(setting: Config, where: list[Node], device: str) -> tuple[list[str], list[str]]:
+    learner, servers = place(setting, where, "cuda" if device == "cuda" else "cpu")
+    return [node.name for node in learner.nodes], [seat.nodes[0].name for seat in servers]
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for scontrol on the PATH, for two nodes of one host."""
+    program = tmp_path / "scontrol"
+    program.write_text(
+        "#!/bin/sh\n"
+        'case "$2 $3" in\n'
+        "'hostnames n[1-2]') printf 'n1\\nn2\\n' ;;\n"
+        "node*) echo NodeName=$3 Arch=x86_64 NodeAddr=127.0.0.1 NodeHostName=vm State=IDLE ;;\n"
+        "*) echo 'invalid' >&2; exit 1 ;;\n"
+        "esac\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return program
+
+
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
+    "SLURMD_NODENAME": "n1",
+}
+
+
+def test_job_of_two_nodes_places_the_learner_on_one_and_the_server_on_the_other(
+    scontrol: Path,
+) -> None:
+    topology = make_topology(config(learner={"parallel": {"tp": 2}}), JOB)
+    assert topology.kind == "slurm"
+    assert topology.device == "cpu"
+    assert topology.describe() == "learner on n1, servers on n2"
+    assert topology.servers[0].address == "127.0.0.1"
+
+
+def test_job_with_gpus_is_a_cuda_run(scontrol: Path) -> None:
+    found = slurm_nodes({**JOB, "SLURM_GPUS_ON_NODE": "2"})
+    assert [node.num_gpus for node in found] == [2, 2]
+    assert launch_device(config(), found) == "cuda"
+    assert launch_device(config(launch={"device": "cpu"}), found) == "cpu"
+
+
+def test_scontrols_refusal_is_a_launch_error_that_quotes_it(scontrol: Path) -> None:
+    with pytest.raises(LaunchError, match=r"scontrol show hostnames x` failed: invalid"):
+        slurm_nodes({**JOB, "SLURM_JOB_NODELIST": "x"})
+
+
+def test_everything_is_on_this_machine_outside_a_job() -> None:
+    topology = make_topology(config(rollout={"servers": 2}, launch={"device": "cpu"}), {})
+    assert topology.kind == "local"
+    assert {seat.address for seat in (topology.learner, *topology.servers)} == {"127.0.0.1"}
+
+
+def test_node_takes_its_name_from_megarl_node() -> None:
+    assert local_node({"MEGARL_NODE": "a"}).name == "a"
+
+
+def test_visible_gpus_are_those_of_cuda_visible_devices() -> None:
+    assert local_node({"CUDA_VISIBLE_DEVICES": "3,5"}).num_gpus == 2
+    assert local_node({"CUDA_VISIBLE_DEVICES": ""}).num_gpus == 0
+
+
+def test_slurm_launch_outside_a_job_is_refused() -> None:
+    with pytest.raises(ConfigError, match="SLURM_JOB_ID"):
+        launch_kind(config(launch={"kind": "slurm"}), {})
+    assert launch_kind(config(launch={"kind": "local"}), {"SLURM_JOB_ID": "1"}) == "local"
+
+
+def test_counts_of_nodes_are_expanded() -> None:
+    assert expand_counts("8,4(x2)") == (8, 4, 4)
+    with pytest.raises(LaunchError, match="four"):
+        expand_counts("four")
+
+
+def test_address_that_does_not_resolve_is_named() -> None:
+    with pytest.raises(LaunchError, match=r"no-such-host\.invalid"):
+        resolve("no-such-host.invalid")
+
+
+def test_servers_go_round_the_nodes_that_the_learner_leaves() -> None:
+    three = config(rollout={"servers": 3})
+    assert seats(three, nodes(3), "cpu") == (["n1"], ["n2", "n3", "n2"])
+    assert seats(three, nodes(1), "cpu") == (["n1"], ["n1", "n1", "n1"])
+
+
+def test_learner_spreads_over_cpu_nodes_by_need() -> None:
+    eight = config(placement={"learner_gpus": 8})
+    assert seats(eight, nodes(3), "cpu") == (["n1", "n2"], ["n3"])
+    assert seats(eight, nodes(2), "cpu") == (["n1"], ["n2"])  # crowded: CPUs can be shared
+    six = config(placement={"learner_gpus": 6})
+    assert seats(six, nodes(5), "cpu") == (["n1", "n2"], ["n3"])
+    five = config(placement={"learner_gpus": 5})
+    assert seats(five, nodes(4), "cpu") == (["n1"], ["n2"])  # 5 ranks split over no 2 or 3 nodes
+
+
+def test_roles_on_one_gpu_node_have_gpus_of_their_own() -> None:
+    setting = config(learner={"parallel": {"tp": 4}}, rollout={"servers": 2, "parallel": {"tp": 2}})
+    learner, servers = place(setting, nodes(1, gpus=8), "cuda")
+    assert learner.gpus == (0, 4)
+    assert [seat.gpus for seat in servers] == [(4, 6), (6, 8)]
+
+
+def test_learner_fills_gpu_nodes_and_servers_take_the_others_first() -> None:
+    setting = config(placement={"learner_gpus": 6}, rollout={"servers": 5})
+    learner, servers = place(setting, nodes(3, gpus=4), "cuda")
+    assert [node.name for node in learner.nodes] == ["n1", "n2"]
+    assert learner.gpus == (0, 3)
+    places = [(seat.nodes[0].name, seat.gpus) for seat in servers]
+    assert places == [
+        ("n3", (0, 1)),
+        ("n3", (1, 2)),
+        ("n3", (2, 3)),
+        ("n3", (3, 4)),
+        ("n1", (3, 4)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("learner_gpus", "servers", "tp", "says"),
+    [
+        (9, 1, 1, "9 learner"),
+        (7, 1, 1, "do not split evenly"),
+        (4, 2, 8, "2 x 8 rollout GPUs"),
+        (4, 5, 1, "room for 4 server"),
+    ],
+)
+def test_what_does_not_fit_on_gpus_is_refused_with_the_arithmetic(
+    learner_gpus: int, servers: int, tp: int, says: str
+) -> None:
+    setting = config(
+        placement={"learner_gpus": learner_gpus},
+        rollout={"servers": servers, "parallel": {"tp": tp}},
+    )
+    with pytest.raises(ConfigError, match=says):
+        place(setting, nodes(2, gpus=4), "cuda")
+
+
+def test_shared_memory_between_two_hosts_is_refused(scontrol: Path) -> None:
+    scontrol.write_text(scontrol.read_text().replace("NodeHostName=vm", "NodeHostName=$3"))
+    with pytest.raises(ConfigError, match="n1, n2; ask Slurm for one node"):
+        make_topology(config(), JOB)
