@@ -19,7 +19,8 @@ HEAD = """\
 
 Made by `tools/make_settings_doc.py` from `megarl/config/schema.py`; `make docs` writes it anew.
 In a file a setting stands under its group, `[rollout.sampling]` and `temperature = 1.0`; on the
-command line it is `--rollout.sampling.temperature 1.0`. Units end a name: `_s` seconds, `_tokens` tokens.
+command line it is `--rollout.sampling.temperature 1.0`. Units end a name:
+`_s` seconds, `_tokens` tokens.
 """
 
 

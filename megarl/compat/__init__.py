@@ -1,1 +1,1 @@
-
+"""What the engines lack on a CPU; inert where the real thing is present."""

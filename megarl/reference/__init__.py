@@ -1,1 +1,1 @@
-
+"""The frozen reference policy of the KL term."""
