@@ -1,0 +1,173 @@
+"""Every group comes once, whole, at the expected version, within the bound on samples in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megarl.buffer.groupfile import read_group
+from megarl.errors import ConfigError, RolloutError
+from megarl.rollout.collect import Collector
+from megarl.rollout.servers import ServerPool
+from megarl.types import Group
+from tests.rollout.running import (
+    Body,
+    FakeServer,
+    Fleet,
+    NumberVocabulary,
+    answer_well,
+    fake_pool,
+    good_reply,
+    make_config,
+    make_prompts,
+    verified,
+)
+
+
+@asynccontextmanager
+async def collecting(
+    tmp_path: Path, **groups: Any
+) -> AsyncIterator[tuple[Collector, ServerPool, Fleet]]:
+    config = make_config(**groups)
+    async with fake_pool(tmp_path, config) as (pool, fleet):
+        collector = Collector(config, pool, tmp_path, NumberVocabulary())
+        try:
+            yield collector, pool, fleet
+        finally:
+            await collector.close()
+
+
+async def collected(collector: Collector, count: int, version: int = 0) -> list[Group]:
+    return [group async for group in collector.collect(make_prompts(count), version)]
+
+
+async def test_each_prompt_gives_one_group_in_its_file(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, _, _):
+        groups = await collected(collector, 5)
+    assert sorted(g.group_id for g in groups) == [f"v000000-{i:04d}" for i in range(5)]
+    for group in groups:
+        stored = read_group(group.path)
+        assert stored.sample_ids == tuple(s.sample_id for s in group.samples)
+        row, sample = stored.sample(3), group.samples[3]
+        assert tuple(row.tokens) == sample.prompt_ids + sample.response_ids
+        assert list(row.versions[row.prompt_length :]) == [0] * 3
+        assert Path(group.path).parent == tmp_path / "rollouts" / "v000000"
+
+
+async def test_samples_in_flight_reach_their_bound_and_never_exceed_it(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, _, fleet):
+        await collected(collector, 9)
+        assert fleet.servers[0].most_inflight == 8
+
+
+async def test_two_servers_share_the_groups(tmp_path: Path) -> None:
+    async with collecting(tmp_path, rollout={"servers": 2}) as (collector, _, fleet):
+        await collected(collector, 8)
+        assert [len(server.requests) for server in fleet.servers] == [4, 4]
+
+
+async def test_group_larger_than_the_bound_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_inflight_samples=2"):
+        async with collecting(tmp_path, rollout={"max_inflight_samples": 2}):
+            pass
+
+
+async def test_groups_of_a_dead_server_are_issued_again_and_come_once(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, pool, fleet):
+
+        async def hook(endpoint: Any) -> None:
+            pool.mark_verified(verified([endpoint], 0))
+
+        async def dies(server: FakeServer, body: Body) -> web.StreamResponse:
+            server.kill()
+            await asyncio.sleep(5)
+            raise AssertionError
+
+        pool.on_restart = hook
+        fleet.answers += [answer_well, answer_well, dies]
+        groups = await collected(collector, 8)
+        assert sorted(g.group_id for g in groups) == [f"v000000-{i:04d}" for i in range(8)]
+        rids = [rid for server in fleet.servers for body in server.requests for rid in body["rid"]]
+        assert len(rids) == len(set(rids)), "a request id was used twice"
+        assert len(fleet.servers) == 2
+
+
+async def test_server_that_fails_a_group_again_and_again_ends_the_rollout(tmp_path: Path) -> None:
+    async def fails(server: FakeServer, body: Body) -> web.StreamResponse:
+        return web.Response(status=500, text="no memory")
+
+    async with collecting(tmp_path) as (collector, _, fleet):
+        fleet.answers += [fails] * 3
+        with pytest.raises(RolloutError, match="failed it 3 times.*no memory"):
+            await collected(collector, 1)
+
+
+async def test_tokens_of_another_version_are_refused_naming_the_sample(tmp_path: Path) -> None:
+    async def mixed(server: FakeServer, body: Body) -> web.StreamResponse:
+        reply = good_reply(server, body)
+        reply[2]["meta_info"]["weight_versions"] = [
+            {"version": "0", "start": 0, "end": 2},
+            {"version": "1", "start": 2, "end": 3},
+        ]
+        return web.json_response(reply)
+
+    async with collecting(tmp_path) as (collector, _, fleet):
+        fleet.answers.append(mixed)
+        with pytest.raises(RolloutError, match=r"v000000-0000-02: sampled from .*\[0, 1\]"):
+            await collected(collector, 1)
+
+
+async def test_failure_of_one_group_aborts_the_others(tmp_path: Path) -> None:
+    async def late(server: FakeServer, body: Body) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    async def refuses(server: FakeServer, body: Body) -> web.StreamResponse:
+        await asyncio.sleep(0.2)
+        return web.Response(status=400, text="too long")
+
+    async with collecting(tmp_path) as (collector, _, fleet):
+        fleet.answers += [late, refuses]
+        with pytest.raises(RolloutError, match="too long"):
+            await collected(collector, 2)
+        assert len(fleet.servers[0].aborted) == 4
+
+
+async def test_room_of_cancelled_groups_is_free_again(tmp_path: Path) -> None:
+    async def late(server: FakeServer, body: Body) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    async with collecting(tmp_path) as (collector, _, fleet):
+        fleet.answers += [late, late]
+        task = asyncio.create_task(collected(collector, 6))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert len(await collected(collector, 3)) == 3
+
+
+async def test_evaluation_is_greedy_with_one_sample_per_prompt_in_order(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, _, fleet):
+        prompts = make_prompts(5)
+        samples = await collector.evaluate(prompts, 0)
+        assert [s.prompt_id for s in samples] == [p.prompt_id for p in prompts]
+        assert len({s.sample_id for s in samples}) == 5
+        asked = [body["sampling_params"]["temperature"] for body in fleet.servers[0].requests]
+        assert asked == [0.0] * 5
+        assert not (tmp_path / "rollouts").exists()
+
+
+async def test_stop_texts_and_end_tokens_are_sent_as_ids(tmp_path: Path) -> None:
+    rollout = {"sampling": {"stop": ["17"], "temperature": 0.7, "max_new_tokens": 5}}
+    async with collecting(tmp_path, rollout=rollout) as (collector, _, fleet):
+        await collected(collector, 1)
+        asked = fleet.servers[0].requests[0]["sampling_params"]
+        assert asked["stop_token_ids"] == [2, 17]
+        assert (asked["temperature"], asked["top_p"], asked["top_k"]) == (0.7, 1.0, -1)
