@@ -1,0 +1,181 @@
+"""The learner's part of a checkpoint: weights, optimizer and random state, in any TP, PP and DP.
+
+Owns what is in the folder and that it is whole or absent. Reading and writing are Megatron's
+distributed checkpointing. Knows nothing of prompts, of which checkpoints stay, or of the reference,
+which is always `actor.model`. Import it after `megatron_cpu.install()`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint import CheckpointException
+
+from megarl.compat.megatron_checkpoint import CONTENT, keep_settings, write_in_process
+from megarl.compat.megatron_cpu import init_optimizer_state, load_optimizer_state
+from megarl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megarl.learner.learner import Learner
+
+PARTIAL = ".partial"
+FORMAT = 1
+
+
+def save(learner: Learner, path: Path, version: int) -> None:
+    """Write everything that training goes on from to the folder `path`, as policy `version`.
+
+    Collective over all ranks, on a file system that they share. Written beside `path` and renamed,
+    so that `path` is never there in part. Raises CheckpointError where it cannot be written.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    write_in_process()
+    init_optimizer_state(learner.optimizer.megatron)
+    _on_rank_0(lambda: _make_empty(partial), partial)
+    state = _sharded_state(learner, is_loading=False)
+    state["common"] = {
+        "format": FORMAT,
+        "version": version,
+        "warm_up": learner.optimizer.warm_up.state_dict(),
+        "mesh": asdict(learner.ranks.mesh),
+        "shape": asdict(learner.shape),
+    }
+    state["rng"] = _rng(learner, _rng_states())
+    with _told_as_checkpoint_error(partial, "cannot be written; look at the space left there"):
+        dist_checkpointing.save(state, str(partial), content_metadata=CONTENT)
+    _on_rank_0(lambda: _replace(partial, path), path)
+
+
+def load(learner: Learner, path: Path) -> int:
+    """Continue from what `save` wrote to `path`, at any TP, PP and DP; returns its policy version.
+
+    Collective over all ranks. Settings of the optimizer stay those of this run; its moments and
+    steps are restored. Random states are restored where the mesh is the same, else they stay as
+    seeded. Raises CheckpointError where the folder is missing, broken, or of another model.
+    """
+    if not (path / "metadata.json").is_file():
+        raise CheckpointError(
+            f"{path}: no learner checkpoint there; remove its folder to continue from an older one"
+        )
+    init_optimizer_state(learner.optimizer.megatron)
+    advice = "cannot be read; remove its folder to continue from an older one"
+    with _told_as_checkpoint_error(path, advice):
+        common = dist_checkpointing.load_common_state_dict(str(path))["common"]
+    _check(learner, path, common)
+    state = _sharded_state(learner, is_loading=True)
+    same_mesh = common["mesh"] == asdict(learner.ranks.mesh)
+    if same_mesh:
+        state["rng"] = _rng(learner, None)
+    strict = StrictHandling.RAISE_ALL if same_mesh else StrictHandling.RAISE_UNEXPECTED
+    with _told_as_checkpoint_error(path, advice):
+        loaded = dist_checkpointing.load(state, str(path), strict=strict)
+    learner.policy.model.module.load_state_dict(loaded["model"], strict=True)
+    keep_settings(learner.optimizer.megatron, loaded["optimizer"])
+    load_optimizer_state(learner.optimizer.megatron, loaded["optimizer"])
+    learner.optimizer.warm_up.load_state_dict(common["warm_up"])
+    if same_mesh:
+        _set_rng_states(loaded["rng"])
+    return int(common["version"])
+
+
+def _sharded_state(learner: Learner, is_loading: bool) -> dict[str, Any]:
+    """Megatron's description of which part of each global tensor this rank holds."""
+    model = learner.policy.model.module.sharded_state_dict(metadata=CONTENT)
+    optimizer = learner.optimizer.megatron.sharded_state_dict(
+        model, is_loading=is_loading, metadata=CONTENT
+    )
+    return {"model": model, "optimizer": optimizer}
+
+
+def _check(learner: Learner, path: Path, common: dict[str, Any]) -> None:
+    if common["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path}: its format is {common['format']}, this megarl reads {FORMAT}; "
+            "continue with the megarl that wrote it"
+        )
+    ours, theirs = asdict(learner.shape), common["shape"]
+    differing = sorted(name for name in ours if ours[name] != theirs.get(name))
+    if differing:
+        name = differing[0]
+        raise CheckpointError(
+            f"{path}: it is of a model with {name}={theirs.get(name)}, actor.model has {ours[name]}"
+            "; use the actor.model that this run began with, or another run.name"
+        )
+
+
+def _rng(learner: Learner, states: dict[str, Any] | None) -> ShardedObject:
+    """Random states as one object per (pp, tp) rank; data-parallel ranks have equal ones."""
+    ranks, mesh = learner.ranks, learner.ranks.mesh
+    return ShardedObject(
+        "rng", states, (mesh.pp, mesh.tp), (ranks.pp_rank, ranks.tp_rank), replica_id=ranks.dp_rank
+    )
+
+
+def _rng_states() -> dict[str, Any]:
+    states = {
+        "torch": torch.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+@contextmanager
+def _told_as_checkpoint_error(path: Path, advice: str) -> Iterator[None]:
+    """Errors of files and formats become CheckpointError; torch's is not even an Exception."""
+    try:
+        yield
+    except (CheckpointException, CheckpointingException, OSError, KeyError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{path}: {advice} ({reason[0]})") from error
+
+
+def _on_rank_0(work: Callable[[], None], path: Path) -> None:
+    """`work()` on rank 0 while the others wait; an OSError is raised on every rank."""
+    told: list[str] = [""]
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as error:
+            told = [f"{error.strerror or error}"]
+    dist.broadcast_object_list(told, src=0)
+    if told[0]:
+        raise CheckpointError(f"{path}: cannot be written ({told[0]}); look at space and rights")
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _replace(partial: Path, path: Path) -> None:
+    """Put `partial` in the place of `path`. An older `path` is out of the way before that."""
+    if path.exists():
+        old = path.with_name(path.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)
+        os.rename(partial, path)
+        shutil.rmtree(old)
+    else:
+        os.rename(partial, path)
