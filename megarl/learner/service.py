@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import tomllib
 import traceback
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from megarl.config.schema import Config
 from megarl.errors import LearnerError, MegarlError
+from megarl.learner.addresses import listen_address
 from megarl.learner.control import ControlGroup, PeerLostError, RankError, is_lost_peer
 from megarl.learner.front import Call, Front
 from megarl.learner.parent import die_with_parent
@@ -146,23 +146,6 @@ def serve(config: Config, run_dir: Path, build: Build) -> None:
     if front:
         front.stop("the learner has shut down")
     dist.destroy_process_group()
-
-
-def listen_address() -> str:
-    """Loopback where all ranks run on this machine, else the address of the job's interface.
-
-    That is the one the other nodes reach rank 0 by, MASTER_ADDR's, or this host's name.
-    """
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" and "SLURM_JOB_ID" not in os.environ:
-        return "127.0.0.1"
-    for name in (os.environ.get("MASTER_ADDR", ""), socket.gethostname()):
-        try:
-            address = socket.gethostbyname(name)
-            socket.socket(socket.AF_INET, socket.SOCK_STREAM).bind((address, 0))
-        except OSError:
-            continue
-        return address
-    return "127.0.0.1"
 
 
 def build_learner(config: Config, run_dir: Path, mark: Callable[[str], None]) -> Any:

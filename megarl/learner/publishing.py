@@ -1,0 +1,40 @@
+"""Stage g from the learner's side: what `weight_sync` is told about this rank and its run.
+
+Owns nothing but that translation. How weights travel and are proved is `weight_sync/`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megarl.learner.addresses import listen_address
+from megarl.weight_sync.control import SourceSpec
+from megarl.weight_sync.session import WeightSync
+
+if TYPE_CHECKING:
+    from megarl.learner.learner import Learner
+
+RUN_ID_VARIABLE = "MEGARL_RUN_ID"
+"""Set by the launcher; names this start's shared memory, which the launcher sweeps at the end."""
+
+
+def build_weight_sync(learner: Learner) -> WeightSync:
+    """This rank's half of stage g, over its live weights. Collective over all learner ranks.
+
+    Its group is Gloo's, also on GPUs: an idle NCCL group would hold a device that a server may need.
+    """
+    config, ranks = learner.config, learner.ranks
+    return WeightSync(
+        run_id=os.environ.get(RUN_ID_VARIABLE, f"pid{os.getppid()}"),
+        source=SourceSpec(learner.shape, ranks.mesh),
+        rank=ranks.rank,
+        parameters=learner.weights,
+        dtype=config.learner.precision.params,
+        group=dist.new_group(backend="gloo"),
+        host=listen_address(),
+        cpu_servers=ranks.device.type == "cpu",
+        deadline_s=config.deadline.sync_s,
+    )
