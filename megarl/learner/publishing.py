@@ -24,7 +24,7 @@ RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 def build_weight_sync(learner: Learner) -> WeightSync:
     """This rank's half of stage g, over its live weights. Collective over all learner ranks.
 
-    Its group is Gloo's, also on GPUs: an idle NCCL group would hold a device that a server may need.
+    Its group is Gloo's, also on GPUs: an idle NCCL group would hold a device that a server needs.
     """
     config, ranks = learner.config, learner.ranks
     return WeightSync(
