@@ -1,4 +1,4 @@
-"""Published configurations of large models: accepted at their published size, or refused by name."""
+"""Published configs of large models: accepted at their published size, or refused by name."""
 
 from __future__ import annotations
 
