@@ -4,6 +4,10 @@ What was seen of srun (22.05): it hands the end of its own standard input to eve
 how a warden is asked to end; at SIGTERM it kills the step's tasks at once, with all below them;
 when it is killed itself, Slurm ends the step; --kill-on-bad-exit sends the other tasks SIGTERM,
 then SIGKILL.
+
+scancel of a job sends SIGTERM to srun as well, so that wardens die before they have looked at
+/dev/shm; the controller then removes what the run itself put there on its node, an engine's own
+leftovers stay.
 """
 
 from __future__ import annotations

@@ -1,0 +1,94 @@
+"""Run by test_run.py: `stand_in.py RUN BEHAVIOR` is a controller whose engines are this file too.
+
+The learner's Python is a script that runs this file, so that all of launch/ is the product's own.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+FAILURE = "learner rank 1 (host h, pid 7) was ended by SIGKILL in step/forward for 0.1 s"
+
+
+def learner(run_dir: Path, behavior: str) -> int:
+    """What megarl.learner.ranks leaves in a run folder."""
+    if behavior == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(f"/dev/shm/megarl_{os.environ['MEGARL_RUN_ID']}_g0_r0").write_bytes(b"arena")
+    endpoint = run_dir / "endpoints" / "learner.json"
+    endpoint.parent.mkdir(parents=True, exist_ok=True)
+    endpoint.write_text(
+        json.dumps({"url": "http://127.0.0.1:1", "api_key": "k", "pid": os.getpid()})
+    )
+    if behavior.startswith("learner dies"):
+        while not (run_dir / "training").exists():
+            time.sleep(0.02)
+        if behavior == "learner dies":
+            (run_dir / "logs" / "learner-failure.json").write_text(json.dumps({"text": FAILURE}))
+        print("last words", flush=True)
+        return 9
+    time.sleep(60)
+    return 0
+
+
+class Servers:
+    """A pool of one server that is a sleeping process."""
+
+    def __init__(self, config, run_dir, spawn, device, hosts) -> None:  # type: ignore[no-untyped-def]
+        self._spawn, self._log = spawn, run_dir / "logs" / "server-0.0.log"
+        assert hosts == ["127.0.0.1"]
+
+    async def start(self) -> None:
+        self._process = await self._spawn(["sleep", "60"], {}, "server-0", self._log)
+
+    async def aclose(self) -> None:
+        self._process.kill()
+        await self._process.wait()
+
+
+class Client:
+    """A learner that answers `shutdown`."""
+
+    def __init__(self, url, api_key, deadlines, failure_file) -> None:  # type: ignore[no-untyped-def]
+        pass
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def shutdown(self) -> None:
+        pass
+
+
+def controller(run_dir: Path, behavior: str) -> int:
+    """run_training with stand-ins for what talks to the engines."""
+    from megarl.config.schema import Config
+    from megarl.launch import run
+
+    async def train(config, where, inputs, learner, servers) -> None:  # type: ignore[no-untyped-def]
+        (run_dir / "training").touch()
+        await asyncio.sleep(0 if behavior == "done" else 60)
+
+    run.load_inputs = lambda config: None  # type: ignore[assignment, return-value]
+    run.train, run.ServerPool, run.LearnerClient = train, Servers, Client  # type: ignore
+    run.SHUTDOWN_S = 0.1
+    run_dir.mkdir()
+    python = run_dir / "python"
+    python.write_text(
+        f"#!/bin/sh\nexec {sys.executable} {__file__} {run_dir} '{behavior}' learner\n"
+    )
+    python.chmod(0o755)
+    launch = {"device": "cpu", "kind": "local", "learner_python": str(python)}
+    config = Config.model_validate({"actor": {"model": "m"}, "launch": launch})
+    return run.run_training(config, run_dir)
+
+
+if __name__ == "__main__":
+    role = learner if sys.argv[3:] == ["learner"] else controller
+    sys.exit(role(Path(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,110 @@
+"""run_training with stand-ins for both engines: what it does about signals and a dead learner."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.launch.process import descendants
+from tests.launch.waiting import are_gone, until
+
+STAND_IN = str(Path(__file__).with_name("stand_in.py"))
+
+
+class Run:
+    """A controller in a process of its own."""
+
+    def __init__(self, run_dir: Path, behavior: str) -> None:
+        self.run_dir = run_dir
+        self.process = subprocess.Popen(
+            [sys.executable, STAND_IN, str(run_dir), behavior],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def until_running(self) -> list[int]:
+        """The pids of everything below the controller, once the loop runs."""
+        until(lambda: (self.run_dir / "training").exists(), limit_s=20)
+        return [proc.pid for proc in descendants(self.process.pid)]
+
+    def end(self, limit_s: float) -> tuple[int, str]:
+        _, stderr = self.process.communicate(timeout=limit_s)
+        return self.process.returncode, stderr
+
+
+@pytest.fixture
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+    started = Run(tmp_path / "run", getattr(request, "param", "wait"))
+    yield started
+    started.process.kill()
+    started.process.wait()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_run_and_everything_of_it(run: Run, signum: int) -> None:
+    below = run.until_running()
+    assert len(below) >= 4  # two wardens with an engine each
+    run.process.send_signal(signum)
+    status, _ = run.end(limit_s=15)
+    assert status == 128 + signum
+    assert are_gone(below)
+    assert not list(Path("/dev/shm").glob(f"megarl_{run_id(run)}_*"))
+
+
+@pytest.mark.parametrize("run", ["stubborn"], indirect=True)
+def test_second_ctrl_c_ends_the_run_at_once(run: Run) -> None:
+    below = run.until_running()
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    run.process.send_signal(signal.SIGINT)
+    status, _ = run.end(limit_s=2)
+    assert status == 130
+    until(lambda: are_gone(below), limit_s=3)
+
+
+def test_killed_controller_takes_everything_with_it(run: Run) -> None:
+    below = run.until_running()
+    run.process.kill()
+    until(lambda: are_gone(below), limit_s=6)
+    until(lambda: not list(Path("/dev/shm").glob(f"megarl_{run_id(run)}_*")), limit_s=1)
+
+
+@pytest.mark.parametrize("run", ["learner dies"], indirect=True)
+def test_dead_learner_ends_the_run_with_its_account(run: Run) -> None:
+    status, stderr = run.end(limit_s=30)
+    assert status == 1
+    assert (
+        "LaunchError: learner rank 1 (host h, pid 7) was ended by SIGKILL in step/forward" in stderr
+    )
+    assert "continues from the last checkpoint" in stderr
+
+
+@pytest.mark.parametrize("run", ["learner dies silently"], indirect=True)
+def test_learner_that_dies_without_an_account_is_told_from_its_log(run: Run) -> None:
+    status, stderr = run.end(limit_s=30)
+    assert status == 1
+    assert "ended with status 9 without an account" in stderr
+    assert "last words" in stderr
+
+
+@pytest.mark.parametrize("run", ["done"], indirect=True)
+def test_finished_run_ends_with_status_0_and_leaves_nothing(run: Run) -> None:
+    status, stderr = run.end(limit_s=30)
+    assert (status, stderr) == (0, "")
+    assert json.loads((run.run_dir / "run.lock").read_text())["pid"] == run.process.pid
+    assert (run.run_dir / "config.toml").exists()
+
+
+def run_id(run: Run) -> str:
+    return str(json.loads((run.run_dir / "run.lock").read_text())["run_id"])
+
+
+def test_stand_ins_leave_no_shared_memory() -> None:
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("stand_in_")]
