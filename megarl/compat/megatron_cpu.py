@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 from megarl.compat import placeholders
 
@@ -72,7 +73,7 @@ def install() -> None:
         return
     # torch caches the factories that `with torch.device(...)` acts on at its first use. Were they the
     # wrapped ones, models that Hugging Face builds later would keep uninitialised RoPE tables.
-    torch.utils._device._device_constructors()  # type: ignore[attr-defined]
+    _device._device_constructors()
     placeholders.install(["triton"])
     _redirect_torch()
     with (
