@@ -204,6 +204,11 @@ class Learner:
         self.version = checkpoint.load(self, Path(path))
         return self.version
 
+    def close(self) -> None:
+        """Remove what would outlive this process: shared memory of the weight sync."""
+        if self._weight_sync is not None:
+            self._weight_sync.close()
+
     @property
     def _loss_weights(self) -> LossWeights:
         loss = self.config.loss

@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megarl.config.schema import Config
 from megarl.learner.failure import Exit, cgroup_oom_kills, describe, first_failure, memory_now
-from megarl.learner.parent import PARENT_PID, adopt_orphans, die_with_parent
+from megarl.learner.parent import PARENT_PID, adopt_orphans, die_with_parent, leave
 from megarl.learner.phases import host_name, read_phases, write_json
 
 log = logging.getLogger(__name__)
@@ -189,4 +189,4 @@ def main(argv: Sequence[str] | None = None, module: str = "megarl.learner.servic
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

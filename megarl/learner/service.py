@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import tomllib
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from megarl.errors import LearnerError, MegarlError
 from megarl.learner.addresses import listen_address
 from megarl.learner.control import ControlGroup, PeerLostError, RankError, is_lost_peer
 from megarl.learner.front import Call, Front
-from megarl.learner.parent import die_with_parent
+from megarl.learner.parent import die_with_parent, leave
 from megarl.learner.phases import PhaseFile
 from megarl.learner.verbs import PEER_LOST, VERBS, Verb
 from megarl.learner.wire import decode, encode
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Build = Callable[[Config, Path, Callable[[str], None]], Any]
 """Makes this rank's learner from the settings, the run folder and `mark(phase)`. It initialises the
-default process group; the result has one method per verb but `shutdown`."""
+default process group; the result has one method per verb, but `close` for `shutdown`."""
 
 
 class RankLoop:
@@ -114,8 +113,8 @@ def first_causes(failures: Sequence[RankError]) -> tuple[RankError, ...]:
     return tuple(sorted(failures, key=lambda failure: failure.lost_peer))
 
 
-def serve(config: Config, run_dir: Path, build: Build) -> None:
-    """Build the learner and serve until `shutdown`. Ends the process with status 1 on any error."""
+def serve(config: Config, run_dir: Path, build: Build) -> NoReturn:
+    """Build the learner and serve until `shutdown`. Ends the process: status 1 on any error, else 0."""
     rank = int(os.environ["RANK"])
     phases = PhaseFile(run_dir / "logs", rank)
     phases.begin("start", 0)
@@ -145,7 +144,9 @@ def serve(config: Config, run_dir: Path, build: Build) -> None:
         _end(phases, text)
     if front:
         front.stop("the learner has shut down")
+    learner.close()
     dist.destroy_process_group()
+    leave(0)
 
 
 def build_learner(config: Config, run_dir: Path, mark: Callable[[str], None]) -> Any:
@@ -173,16 +174,15 @@ def main(argv: Sequence[str] | None = None, build: Build = build_learner) -> Non
         level=logging.INFO if rank == "0" else logging.WARNING,
         format=f"%(asctime)s learner rank={rank} %(levelname)s %(message)s",
     )
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     serve(read_config(options.config), options.run_dir, build)
 
 
 def _end(phases: PhaseFile, text: str) -> NoReturn:
-    """End this rank now: destructors of process groups would wait for ranks that are gone."""
+    """End this rank as failed, with its first error in the phase file and the log."""
     phases.fail(text, lost_peer=False)
     log.error("rank ends rank=%d at=%s error=%s", phases.current.rank, phases.current.place, text)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    leave(1)
 
 
 def _pack(call: Call) -> bytes:

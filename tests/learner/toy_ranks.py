@@ -1,8 +1,7 @@
 """The launcher with the toy learner as its ranks."""
 
-import sys
-
 from megarl.learner import ranks
+from megarl.learner.parent import leave
 
 if __name__ == "__main__":
-    sys.exit(ranks.main(module="tests.learner.toy_service"))
+    leave(ranks.main(module="tests.learner.toy_service"))

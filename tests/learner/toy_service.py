@@ -42,6 +42,9 @@ class Toy:
     def save(self, path, version):
         raise CheckpointError(f"{path}: the toy saves nothing")
 
+    def close(self):
+        self.mark("closing")
+
 
 if __name__ == "__main__":
     if os.environ["RANK"] == os.environ.get("TOY_DIES_EARLY"):
