@@ -18,11 +18,12 @@ from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from megarl.config.record import environment_record
 from megarl.config.schema import Config
 from megarl.controller.training import Inputs, finished_version, load_inputs, train
 from megarl.errors import LaunchError, LearnerError
 from megarl.launch.cleanup import sweep_run
-from megarl.launch.folder import RunFolder, open_run_folder
+from megarl.launch.folder import RunFolder, open_run_folder, write_environment
 from megarl.launch.launcher import Launcher
 from megarl.launch.local import LocalSteps
 from megarl.launch.process import Process, describe_status
@@ -30,6 +31,7 @@ from megarl.launch.slurm import SlurmSteps
 from megarl.launch.topology import Topology, make_topology
 from megarl.learner.client import LearnerClient
 from megarl.learner.phases import read_phases
+from megarl.observe.progress import Progress
 from megarl.rollout.servers import ServerPool
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ ACCOUNT_S = 10.0  # from the learner's silence to the end of its launcher, which
 SHUTDOWN_S = 10.0  # of a learner whose work is done
 CANCEL_S = 3.0  # for the loop to put its things away
 LOG_LINES = 15
+CONTINUE = "the same command continues from the last checkpoint"
 
 
 def run_training(config: Config, run_dir: Path) -> int:
@@ -52,12 +55,29 @@ def run_training(config: Config, run_dir: Path) -> int:
         inputs = load_inputs(config)
         topology = make_topology(config, os.environ)
         with open_run_folder(config, run_dir) as folder:
+            logging_to(run_dir / "logs" / "controller.log")
             if finished_version(run_dir) >= config.loop.versions:
-                log.info("nothing to do run=%s versions=%d", run_dir, config.loop.versions)
+                Progress(config.loop.versions).note(
+                    f"{run_dir} has reached version {config.loop.versions}: nothing to do; "
+                    "raise --loop.versions to continue it"
+                )
                 return 0
+            write_environment(run_dir, environment_record(config))
             return asyncio.run(_Run(config, folder, topology, inputs).run())
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def logging_to(path: Path) -> None:
+    """Write megarl's log to `path`, and its warnings to standard error as well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path)
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    to_stderr = logging.StreamHandler()
+    to_stderr.setLevel(logging.WARNING)
+    logger = logging.getLogger("megarl")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [to_file, to_stderr]
 
 
 class _Run:
@@ -173,16 +193,15 @@ class _Run:
         """Why the learner ended: rank, host, signal, phase and memory, where they are known."""
         path = self._folder.path / "logs" / "learner-failure.json"
         try:
-            text = str(json.loads(path.read_text())["text"])
+            facts = json.loads(path.read_text())
+            text = f"{facts['text']}\nlast phase: {facts['verb']}/{facts['phase']}"
         except (OSError, ValueError, KeyError):
             where = "+".join(node.name for node in self._topology.learner.nodes)
             text = (
                 f"the learner on {where} {describe_status(returncode)} without an account; its "
                 f"ranks: {self._places()}; the end of its log:\n{_log_end(process.log_path)}"
             )
-        return (
-            f"{text}\nlog: {process.log_path}. The same command continues from the last checkpoint"
-        )
+        return f"{text}\nlog: {process.log_path}\n{CONTINUE}"
 
     def _places(self) -> str:
         phases = read_phases(self._folder.path / "logs").values()

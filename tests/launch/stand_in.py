@@ -28,7 +28,9 @@ def learner(run_dir: Path, behavior: str) -> int:
         while not (run_dir / "training").exists():
             time.sleep(0.02)
         if behavior == "learner dies":
-            (run_dir / "logs" / "learner-failure.json").write_text(json.dumps({"text": FAILURE}))
+            (run_dir / "logs" / "learner-failure.json").write_text(
+                json.dumps({"text": FAILURE, "verb": "step", "phase": "forward"})
+            )
         print("last words", flush=True)
         return 9
     time.sleep(60)

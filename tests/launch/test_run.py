@@ -83,6 +83,7 @@ def test_dead_learner_ends_the_run_with_its_account(run: Run) -> None:
     assert (
         "LaunchError: learner rank 1 (host h, pid 7) was ended by SIGKILL in step/forward" in stderr
     )
+    assert "last phase: step/forward" in stderr
     assert "continues from the last checkpoint" in stderr
 
 
