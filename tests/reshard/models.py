@@ -54,6 +54,17 @@ def numbered(shape: ModelShape) -> Arrays:
     return arrays
 
 
+def random_weights(shape: ModelShape) -> Arrays:
+    """Seeded float32 weights under Hugging Face names, large enough for every part to show."""
+    random = np.random.default_rng(7)
+    return {
+        parameter.name: random.normal(
+            1.0 if "norm" in parameter.kind else 0.0, 0.3, parameter.shape
+        ).astype(np.float32)
+        for parameter in parameter_table(shape)
+    }
+
+
 def held(layout: Layout, fill: int = -1) -> list[Arrays]:
     """Arrays for every rank of a layout, full of a number that no element has."""
     return [
