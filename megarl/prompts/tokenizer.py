@@ -66,8 +66,8 @@ class Tokenizer:
         if self.template is None:
             raise ModelError(
                 f"{self.model_dir}: the model has no chat template (neither "
-                "chat_template.jinja nor chat_template in tokenizer_config.json); set prompts.template = 'none', or use a "
-                "chat model"
+                "chat_template.jinja nor chat_template in tokenizer_config.json); set "
+                "prompts.template = 'none', or use a chat model"
             )
         try:
             return self.template.render(
@@ -112,7 +112,8 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     if not path.is_file():
         raise ModelError(
             f"{path}: there is no such file; actor.model must name a Hugging Face model "
-            "folder with a tokenizer.json (save the tokenizer again with a recent transformers to make one)"
+            "folder with a tokenizer.json (a recent transformers makes one: load the tokenizer, "
+            "save_pretrained it)"
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
