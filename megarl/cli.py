@@ -14,13 +14,16 @@ from pathlib import Path
 from megarl import __version__
 from megarl.config.load import load_config
 from megarl.config.render import render_config, toml_value
+from megarl.config.schema import Config
 from megarl.config.settings import (
     Setting,
     SettingGroup,
     nearest_name,
     setting_groups,
 )
+from megarl.config.violation import Violation
 from megarl.errors import ConfigError, MegarlError
+from megarl.rollout.engine_args import violations
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 WIDTH = 100
@@ -40,8 +43,8 @@ CONFIG is a TOML file. --group.setting=VALUE works too, and a flag alone means t
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status.
 
-    0 done, 1 a run failed, 2 the input is wrong, 130 interrupted. Errors that a user is meant to
-    read go to stderr without a traceback.
+    0 done, 1 a run failed, 2 the input is wrong, 130 interrupted, else that of the run. Errors
+    that a user is meant to read go to stderr without a traceback.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -71,9 +74,9 @@ def _dispatch(given: list[str]) -> int:
             print(USAGE)
             print(_reference(setting_groups()))
         case ["train", path, *overrides] if not path.startswith("-"):
-            _train(path, overrides)
+            return _train(path, overrides)
         case ["config", path, *overrides] if not path.startswith("-"):
-            print(render_config(load_config(path, overrides)), end="")
+            print(render_config(_load(path, overrides)), end="")
         case ["train" | "config" as command, *_]:
             raise ConfigError(
                 f"megarl {command} needs a TOML file first: megarl {command} CONFIG [--name value]"
@@ -87,11 +90,20 @@ def _dispatch(given: list[str]) -> int:
     return 0
 
 
-def _train(path: str, overrides: list[str]) -> None:
+def _train(path: str, overrides: list[str]) -> int:
     from megarl.launch.run import run_training  # other commands must work without its imports
 
-    config = load_config(path, overrides)
-    run_training(config, Path(config.run.dir).absolute() / config.run.name)
+    config = _load(path, overrides)
+    return run_training(config, Path(config.run.dir).absolute() / config.run.name)
+
+
+def _load(path: str, overrides: list[str]) -> Config:
+    return load_config(path, overrides, [_engine_args])
+
+
+def _engine_args(config: Config) -> list[Violation]:
+    name = "rollout.engine_args"
+    return [Violation(text, (name,)) for text in violations(config.rollout.engine_args)]
 
 
 def _matching(name: str) -> list[SettingGroup]:

@@ -21,7 +21,13 @@ def run_training(monkeypatch):
     """Stands in for the run; the test sets what it does."""
     module = types.ModuleType("megarl.launch.run")
     module.calls = []
-    module.run_training = lambda config, run_dir: module.calls.append((config, run_dir))
+    module.status = 0
+
+    def run_training(config: object, run_dir: Path) -> int:
+        module.calls.append((config, run_dir))
+        return module.status
+
+    module.run_training = run_training
     monkeypatch.setitem(sys.modules, "megarl.launch.run", module)
     return module
 
@@ -77,6 +83,19 @@ def test_several_violations_are_listed_one_a_line(capsys) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "megarl: 2 things keep this from running:"
     assert [line[:4] for line in lines[1:]] == ["  - "] * 2
+
+
+def test_train_ends_with_the_status_of_the_run(run_training) -> None:
+    run_training.status = 143
+    assert main(["train", EXAMPLE]) == 143
+
+
+def test_unknown_engine_argument_is_listed_with_the_other_violations(capsys) -> None:
+    arguments = ["--rollout.engine_args.mem_fraction", "0.5", "--learner.parallel.tp", "3"]
+    assert main(["config", EXAMPLE, *arguments]) == 2
+    err = capsys.readouterr().err
+    assert "rollout.engine_args.mem_fraction" in err
+    assert "learner.parallel.tp = 3" in err
 
 
 def test_failed_run_ends_with_the_status_of_its_error(run_training, capsys) -> None:

@@ -16,6 +16,7 @@ from megarl.actor.parameters import parameter_table
 from megarl.actor.shape import ModelShape, read_shape
 from megarl.config.check_model import LENGTHS, check_model_files, check_shape, longest_sample
 from megarl.config.schema import Config
+from megarl.config.transformer_fields import field_violations
 from megarl.config.violation import Violation
 from megarl.errors import LayoutError, ModelError
 from megarl.reshard.files import checkpoint_layout
@@ -44,7 +45,16 @@ def check_config(config: Config) -> list[Violation]:
 
 def check_settings(config: Config) -> list[Violation]:
     """Settings against each other, and the files they name."""
-    checks = (_names, _batches, _processes, _lengths, _prompts, _reward, _evaluation)
+    checks = (
+        _names,
+        _batches,
+        _processes,
+        _lengths,
+        _transformer_fields,
+        _prompts,
+        _reward,
+        _evaluation,
+    )
     return [violation for check in checks for violation in check(config)]
 
 
@@ -129,6 +139,11 @@ def _lengths(config: Config) -> Iterator[Violation]:
             f"raise it to {longest} or more, or lower the lengths",
             (*LENGTHS, "rollout.max_total_tokens"),
         )
+
+
+def _transformer_fields(config: Config) -> Iterator[Violation]:
+    for text in field_violations(config.learner.transformer_config):
+        yield Violation(text, ("learner.transformer_config",))
 
 
 def _prompts(config: Config) -> Iterator[Violation]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,19 +26,26 @@ from megarl.errors import ConfigError
 PATHS = ("actor.model", "prompts.path", "eval.prompts", "reward.function")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+Check = Callable[[Config], list[Violation]]
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), more_checks: Sequence[Check] = ()
+) -> Config:
     """The settings of a run that can start here: read, and checked against each other, the model,
     the files and this machine.
 
     `overrides` are command-line arguments, `--a.b value` or `--a.b=value`. Paths in the result are
-    absolute. Raises ConfigError with every violation; combinations of values that are wrong
+    absolute. `more_checks` are those of components, for their violations to be listed with the
+    others. Raises ConfigError with every violation; combinations of values that are wrong
     themselves are not judged.
     """
     draft = _Draft(Path(path), overrides)
     config, wrong = draft.validated()
     violations = draft.violations + wrong
     bad = {name for violation in violations for name in violation.settings}
-    violations += [v for v in check_config(config) if not bad.intersection(v.settings)]
+    found = [v for check in (check_config, *more_checks) for v in check(config)]
+    violations += [v for v in found if not bad.intersection(v.settings)]
     if violations:
         raise ConfigError([violation.text for violation in violations])
     return config

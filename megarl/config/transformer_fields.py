@@ -1,0 +1,71 @@
+"""`[learner.transformer_config]`: Megatron's own fields, checked against the pinned engine's list.
+
+Owns which of them a user may set. The list is data (`transformer_fields.json`, made by
+`tools/make_transformer_fields.py`), so no engine is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+LIST = Path(__file__).with_name("transformer_fields.json")
+
+# Fields that megarl fills from the model's config.json.
+FROM_MODEL = frozenset(
+    "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size "
+    "normalization layernorm_epsilon gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm "
+    "attention_dropout hidden_dropout".split()
+)
+# Fields that megarl fills from other settings.
+SET_BY = {
+    "tensor_model_parallel_size": "learner.parallel.tp",
+    "pipeline_model_parallel_size": "learner.parallel.pp",
+    "bf16": "learner.precision.params",
+    "fp16": "learner.precision.params",
+    "use_cpu_initialization": "launch.device",
+}
+
+
+@functools.cache
+def known_fields() -> tuple[str, Mapping[str, tuple[str, ...]]]:
+    """Megatron-Core's version, and field -> the kinds of value it takes."""
+    data = json.loads(LIST.read_text(encoding="utf-8"))
+    return data["version"], {name: tuple(kinds) for name, kinds in data["fields"].items()}
+
+
+def field_violations(given: Mapping[str, int | float | str | bool]) -> list[str]:
+    """What is wrong with the fields, one text each; empty where Megatron can be asked for them.
+
+    >>> field_violations({"recompute_granularity": "full", "recompute_num_layers": 1})
+    []
+    >>> field_violations({"recompute_granularty": "full"})[0].partition("; ")[2]
+    'the nearest is recompute_granularity'
+    """
+    version, fields = known_fields()
+    found = []
+    for name, value in given.items():
+        where = f"learner.transformer_config.{name}"
+        if name in SET_BY:
+            found.append(f"{where}: megarl sets it; use {SET_BY[name]}")
+        elif name in FROM_MODEL:
+            found.append(f"{where}: megarl sets it from the model's config.json; remove it")
+        elif name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1)
+            hint = f"the nearest is {close[0]}" if close else "see its TransformerConfig"
+            found.append(f"{where}: Megatron-Core {version} has no such field; {hint}")
+        elif not _takes(fields[name], value):
+            expected = " or ".join(fields[name])
+            found.append(f"{where} = {value!r}: expected {expected}")
+    return found
+
+
+def _takes(kinds: tuple[str, ...], value: int | float | str | bool) -> bool:
+    if isinstance(value, bool):
+        return "flag" in kinds
+    if isinstance(value, str):
+        return "text" in kinds
+    return "number" in kinds or (isinstance(value, int) and "integer" in kinds)

@@ -1,0 +1,52 @@
+"""`[learner.transformer_config]` takes what the pinned engine takes, nothing that megarl sets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from megarl.config.transformer_fields import (
+    FROM_MODEL,
+    SET_BY,
+    field_violations,
+    known_fields,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_shipped_list_is_that_of_the_installed_engine() -> None:
+    code = (
+        "import json, sys; sys.path.insert(0, 'tools'); import make_transformer_fields as m; "
+        "print(json.dumps(m.installed_fields()))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    version, fields = json.loads(answer.stdout.splitlines()[-1])
+    shipped_version, shipped = known_fields()
+    assert version == shipped_version
+    assert {name: tuple(kinds) for name, kinds in fields.items()} == shipped
+
+
+def test_fields_that_megarl_sets_exist_in_the_engine() -> None:
+    assert FROM_MODEL | set(SET_BY) <= set(known_fields()[1])
+
+
+def test_fields_are_refused_by_name_and_by_kind() -> None:
+    given = {"tensor_model_parallel_size": 2, "num_layers": 3, "recompute_num_layers": "two"}
+    assert field_violations(given) == [
+        "learner.transformer_config.tensor_model_parallel_size: megarl sets it; use "
+        "learner.parallel.tp",
+        "learner.transformer_config.num_layers: megarl sets it from the model's config.json; "
+        "remove it",
+        "learner.transformer_config.recompute_num_layers = 'two': expected integer",
+    ]
+
+
+def test_unknown_field_in_a_configuration_is_named_with_the_nearest(place) -> None:
+    assert "the nearest is recompute_method" in place.violation(
+        "--learner.transformer_config.recompute_metod", "uniform"
+    )
