@@ -11,7 +11,8 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from megarl.weight_sync.transport.shared import ArenaRef
 
 log = logging.getLogger(__name__)
 
+Value = TypeVar("Value")
+
 _GRACE_S = 12.0  # past the deadline, for ending sessions; then a server counts as not answering
 
 
@@ -39,8 +42,7 @@ class Order:
 
     version: int
     attempt: str
-    generations: tuple[tuple[ServerMesh, int], ...] = ()
-    error: str = ""
+    generations: tuple[tuple[ServerMesh, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,9 @@ class WeightSync:
 
     `parameters` maps the layout's local names to this rank's live tensors. `dtype` ("fp32" or
     "bf16") is the servers' number format: tensors of another one are cast on the way. `group` is a
-    Gloo group of all learner ranks, None for one rank alone. `host` is the address of learner rank
-    0 that servers reach, and the only one its store listens on.
+    Gloo group of all learner ranks, whose timeout exceeds `deadline_s`; None for one rank alone.
+    `host` is the address of learner rank 0 that servers reach, and the only one its store listens
+    on.
     """
 
     def __init__(
@@ -83,52 +86,49 @@ class WeightSync:
         self._next_generation = 0
         self._unanswered: set[ServerMesh] = set()
 
-    def publish(self, version: int, servers: Sequence[ServerEndpoint] = ()) -> SyncReport | None:
+    def publish(self, version: int, servers: Sequence[ServerEndpoint] = ()) -> SyncReport:
         """Bring `servers` to policy `version`, which is what the parameters now hold.
 
-        Called on all learner ranks together; `servers` counts on rank 0, which alone gets the
-        report. The parameters may change as soon as it returns. A server that fails is reported,
-        not raised; WeightSyncError is for what goes wrong in the learner, and is raised on every
-        rank.
+        Called on all learner ranks together; `servers` counts on rank 0. It returns on all of them
+        when every server has answered or is given up, so that parameters may change and arenas be
+        removed. A server that fails is reported, not raised; WeightSyncError is for what goes wrong
+        in the learner, and is raised on every rank.
         """
         start = time.monotonic()
-        order = self._broadcast(self._order(version, servers) if self._rank == 0 else None)
-        if order.error:
-            raise WeightSyncError(f"version {version} was not staged: {order.error}")
+        first = self._rank == 0
+        mine: Order | str | None = self._order(version, servers) if first else None
+        order = self._broadcast(mine)
+        if isinstance(order, str):
+            raise WeightSyncError(f"version {version} was not staged: {order}")
         staged = self._gather(self._stage(order))
         errors = [part.error for part in staged if part.error]
         if errors:
             raise WeightSyncError(f"version {version} was not staged: " + "; ".join(errors))
-        if self._rank != 0:
-            return None
-        results = self._drive(order, servers, staged, start + self._deadline_s)
-        report = self._report(order, servers, results, time.monotonic() - start)
-        log.info(
-            "weights synced version=%d servers=%d verified=%d moved_bytes=%d took_s=%.3f",
-            version,
-            len(servers),
-            sum(s.verified for s in report.servers),
-            report.moved_bytes,
-            report.took_s,
-        )
-        return report
+        until = start + self._deadline_s
+        result: SyncReport | str | None = None
+        if first:
+            result = self._deliver(order, servers, staged, until)
+        report = self._broadcast(result)
+        if isinstance(report, str):
+            raise WeightSyncError(f"version {version} was not published: {report}")
+        return replace(report, took_s=time.monotonic() - start)
 
     def close(self) -> None:
-        """Remove this rank's arenas. Only after every server has answered or ended."""
+        """Remove this rank's arenas. A server that did not answer keeps what it has mapped."""
         self.sender.close()
 
     def _mesh(self, server: ServerEndpoint) -> ServerMesh:
         return ServerMesh(tp=server.tp, cpu=self._cpu_servers)
 
-    def _order(self, version: int, servers: Sequence[ServerEndpoint]) -> Order:
+    def _order(self, version: int, servers: Sequence[ServerEndpoint]) -> Order | str:
         """Choose generations: arenas that a server may still be reading are not written again.
 
-        Raises nothing, as the other ranks wait for it.
+        Raises nothing, as the other ranks wait for it; text is an error for all to raise.
         """
         try:
             meshes = sorted({self._mesh(server) for server in servers}, key=lambda mesh: mesh.tp)
         except MegarlError as error:
-            return Order(version, "", error=str(error))
+            return str(error)
         for mesh in meshes:
             if mesh not in self._generations or mesh in self._unanswered:
                 self._generations[mesh] = self._next_generation
@@ -150,6 +150,28 @@ class WeightSync:
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the gather
             text = str(error) if isinstance(error, WeightSyncError) else repr(error)
             return Staged(self._rank, f"learner rank {self._rank}: {text}")
+
+    def _deliver(
+        self,
+        order: Order,
+        servers: Sequence[ServerEndpoint],
+        staged: Sequence[Staged],
+        until: float,
+    ) -> SyncReport | str:
+        """Rank 0's part, up to the report. Raises nothing, as the other ranks wait for it."""
+        try:
+            results = self._drive(order, servers, staged, until)
+            report = self._report(order, servers, results)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks after the broadcast
+            return str(error) if isinstance(error, MegarlError) else repr(error)
+        log.info(
+            "weights synced version=%d servers=%d verified=%d moved_bytes=%d",
+            order.version,
+            len(servers),
+            sum(server.verified for server in results),
+            report.moved_bytes,
+        )
+        return report
 
     def _drive(
         self,
@@ -234,22 +256,18 @@ class WeightSync:
         ]
 
     def _report(
-        self,
-        order: Order,
-        servers: Sequence[ServerEndpoint],
-        results: Sequence[ServerSync],
-        took_s: float,
+        self, order: Order, servers: Sequence[ServerEndpoint], results: Sequence[ServerSync]
     ) -> SyncReport:
         """Bytes are the plans': what they move, and what any plan must move, over all servers."""
         itemsize = WIRE_DTYPES[self._dtype].itemsize
         routes = [self.sender.route(self._mesh(server)) for server in servers]
         moved = sum(route.plan.num_elements() for route in routes) * itemsize
         minimum = sum(minimum_elements(route.destination) for route in routes) * itemsize
-        return SyncReport(order.version, tuple(results), moved, minimum, took_s)
+        return SyncReport(order.version, tuple(results), moved, minimum, 0.0)
 
-    def _broadcast(self, order: Order | None) -> Order:
-        """Rank 0's order, on every rank."""
-        box = [order]
+    def _broadcast(self, value: Value | None) -> Value:
+        """Rank 0's value, on every rank."""
+        box = [value]
         if self._group is not None:
             source = dist.get_global_rank(self._group, 0)
             dist.broadcast_object_list(box, src=source, group=self._group)

@@ -1,0 +1,295 @@
+"""Publishing into real SGLang servers: arrival proved, sabotage refused, nobody left hanging.
+
+One TP1 and one TP2 server are shared by all tests; the last one kills the TP1 server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megarl.reshard.mesh import LearnerMesh
+from megarl.types import ServerEndpoint, ServerSync, SyncReport
+from megarl.weight_sync import exchange
+from megarl.weight_sync.control import SourceSpec
+from megarl.weight_sync.sender import Sender
+from megarl.weight_sync.session import WeightSync
+from megarl.weight_sync.transport.shared import Arena, ArenaRef
+from tests.weight_sync import sabotage, tiny
+from tests.weight_sync.learner_ranks import LearnerRanks
+from tests.weight_sync.servers import RealServer, make_model
+from tests.weight_sync.tiny import SHAPE
+
+PROMPT = [7, 33, 120, 299, 4, 4, 51]
+BOUND = 1e-4  # nats, fp32
+
+
+@dataclass
+class Site:
+    """The two servers and a Hugging Face model beside them."""
+
+    tp1: RealServer
+    tp2: RealServer
+    oracle: PreTrainedModel
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("weight_sync")
+    model = make_model(folder / "model")
+    servers = [RealServer(f"tp{tp}", model, tp, folder / f"tp{tp}.log") for tp in (1, 2)]
+    try:
+        oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        for server in servers:
+            server.wait()
+        yield Site(servers[0], servers[1], oracle)
+    finally:
+        for server in servers:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LearnerRanks]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    made = LearnerRanks(2, port)
+    yield made
+    made.close()
+
+
+class Learner:
+    """A learner of one rank in this process, whose weights are replaced in place."""
+
+    def __init__(self, dtype: str = "fp32", deadline_s: float = 60.0) -> None:
+        self.spec = SourceSpec(SHAPE, LearnerMesh())
+        self.parameters = tiny.on_learner(self.spec, tiny.weights(SHAPE, 0))[0]
+        run_id = f"publish{os.getpid()}_{id(self)}"
+        self.sync = WeightSync(
+            run_id, self.spec, 0, self.parameters, dtype, cpu_servers=True, deadline_s=deadline_s
+        )
+        self.version = 0
+
+    def publish(self, seed: int, *servers: RealServer | ServerEndpoint) -> SyncReport:
+        """Learn the weights of `seed` and publish them as the next version."""
+        for name, tensor in tiny.on_learner(self.spec, tiny.weights(SHAPE, seed))[0].items():
+            self.parameters[name].copy_(tensor)
+        self.version += 1
+        endpoints = [s.endpoint if isinstance(s, RealServer) else s for s in servers]
+        report = self.sync.publish(self.version, endpoints)
+        assert report is not None
+        return report
+
+
+@pytest.fixture
+def learner() -> Iterator[Learner]:
+    made = Learner()
+    yield made
+    made.sync.close()
+
+
+def assert_serves(site: Site, server: RealServer, seed: int, version: int) -> None:
+    """The server's bytes, its log-probs and its label are those of `seed` and `version`."""
+    tensors = tiny.weights(SHAPE, seed)
+    wanted = tiny.on_server(SHAPE, server.endpoint.tp, tensors)
+    for found, mine in zip(server.checksums(), wanted, strict=True):
+        assert found == {name: tiny.sha256(tensor) for name, tensor in mine.items()}
+    tokens, logprobs, label = server.sample(PROMPT)
+    assert label == server.version() == str(version)
+    site.oracle.load_state_dict(tensors)
+    with torch.no_grad():
+        logits = site.oracle(torch.tensor([PROMPT + tokens])).logits[0].float()
+    scored = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
+    expected = scored[torch.arange(len(tokens)), torch.tensor(tokens)]
+    assert (expected - torch.tensor(logprobs)).abs().max() < BOUND
+
+
+def assert_refused(report: SyncReport, reason: str) -> None:
+    assert [server.verified for server in report.servers] == [False]
+    assert reason in report.servers[0].error
+
+
+def test_two_publishes_in_a_row_arrive_bit_by_bit_and_are_served(
+    site: Site, learner: Learner
+) -> None:
+    for seed in (1, 2):
+        report = learner.publish(seed, site.tp1, site.tp2)
+        assert [server.error for server in report.servers] == ["", ""]
+        assert all(server.verified for server in report.servers)
+        assert report.moved_bytes == report.minimum_bytes > 0
+        assert_serves(site, site.tp1, seed, learner.version)
+        assert_serves(site, site.tp2, seed, learner.version)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["tp2", "pp2", "dp2"])
+def test_two_learner_ranks_publish_together_to_both_servers(
+    site: Site, ranks: LearnerRanks, mesh: tuple[int, int, int]
+) -> None:
+    seed = 10 + mesh[0] + 2 * mesh[1] + 4 * mesh[2]
+    report, same = ranks.publish(mesh, seed, seed, [site.tp1.endpoint, site.tp2.endpoint])
+    assert report["servers"] == same["servers"]
+    assert [server["error"] for server in report["servers"]] == ["", ""]
+    assert_serves(site, site.tp1, seed, seed)
+    assert_serves(site, site.tp2, seed, seed)
+
+
+def test_failure_on_one_learner_rank_is_raised_on_all_and_hangs_none(
+    site: Site, ranks: LearnerRanks
+) -> None:
+    answers = ranks.publish((2, 1, 1), 30, 30, [site.tp1.endpoint], broken_rank=1)
+    assert all("learner rank 1" in answer["error"] for answer in answers)
+
+
+def _no_copy(sender: Sender, arena: Arena, route: object) -> None:
+    """A sender that stamps its arena and forgets to fill it."""
+
+
+def _no_stamp(arena: Arena, label: str) -> None:
+    """A sender that does not say what its arena holds."""
+
+
+_copy, _stage = Sender._copy, Sender.stage
+
+
+def _swapped_copy(sender: Sender, arena: Arena, route: object) -> None:
+    """A sender that stages two rows of the first tensor in each other's place."""
+    _copy(sender, arena, route)  # type: ignore[arg-type]
+    row = SHAPE.hidden_size * 4
+    rows = arena.data[: 2 * row].view(2, row)
+    rows.copy_(rows[[1, 0]].clone())
+
+
+def _flipped_copy(sender: Sender, arena: Arena, route: object) -> None:
+    """A sender with one flipped bit."""
+    _copy(sender, arena, route)  # type: ignore[arg-type]
+    arena.data[12345] ^= 1
+
+
+def _forged_stage(sender: Sender, *args: object) -> ArenaRef:
+    """A sender that names an arena of another time."""
+    ref = _stage(sender, *args)  # type: ignore[arg-type]
+    assert ref is not None
+    return dataclasses.replace(ref, nonce="0" * 32)
+
+
+def _elsewhere_stage(sender: Sender, *args: object) -> ArenaRef:
+    """A sender on a host whose shared memory the server does not see."""
+    ref = _stage(sender, *args)  # type: ignore[arg-type]
+    assert ref is not None
+    return dataclasses.replace(ref, name=ref.name.replace("_g", "_g9"), host="elsewhere")
+
+
+Sabotage = Callable[[pytest.MonkeyPatch], None]
+SABOTAGES: dict[str, tuple[Sabotage, str]] = {
+    "stale arena": (lambda m: m.setattr(Sender, "_copy", _no_copy), "checksums differ"),
+    "unstamped arena": (lambda m: m.setattr(Arena, "stamp", _no_stamp), "of another publish"),
+    "rows swapped": (lambda m: m.setattr(Sender, "_copy", _swapped_copy), "checksums differ"),
+    "bit flipped": (lambda m: m.setattr(Sender, "_copy", _flipped_copy), "checksums differ"),
+    "wrong nonce": (lambda m: m.setattr(Sender, "stage", _forged_stage), "another run"),
+    "other host": (lambda m: m.setattr(Sender, "stage", _elsewhere_stage), "another host"),
+    "interval skipped": (
+        lambda m: m.setattr(exchange, "LOAD_FORMAT", sabotage.LOADERS[0]),
+        "checksums differ",
+    ),
+    "intervals swapped": (
+        lambda m: m.setattr(exchange, "LOAD_FORMAT", sabotage.LOADERS[1]),
+        "checksums differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SABOTAGES)
+def test_sabotaged_publish_is_refused_and_the_next_one_repairs(
+    site: Site, learner: Learner, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    assert learner.publish(3, site.tp1).servers[0].verified
+    served = site.tp1.version()
+    sabotaged, reason = SABOTAGES[kind]
+    with monkeypatch.context() as patch:
+        sabotaged(patch)
+        assert_refused(learner.publish(4, site.tp1), reason)
+    assert site.tp1.version() == served
+    site.tp1.call("/health")
+    assert learner.publish(4, site.tp1).servers[0].verified
+    assert_serves(site, site.tp1, 4, learner.version)
+
+
+def test_publish_in_another_number_format_is_refused_and_changes_nothing(site: Site) -> None:
+    good, other = Learner(), Learner("bf16")
+    assert good.publish(5, site.tp1).servers[0].verified
+    assert_refused(other.publish(6, site.tp1), "torch.float32 on the server")
+    assert_serves(site, site.tp1, 5, good.version)
+    for made in (good, other):
+        made.sync.close()
+
+
+def test_session_that_a_dead_sender_left_open_is_ended_first(site: Site, learner: Learner) -> None:
+    site.tp1.call("/begin_weight_update", {})
+    assert learner.publish(7, site.tp1).servers[0].verified
+    assert_serves(site, site.tp1, 7, learner.version)
+
+
+def test_one_bad_server_does_not_spoil_the_others(site: Site, learner: Learner) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    gone = ServerEndpoint("gone", f"http://127.0.0.1:{port}", 1, 0)
+    locked = dataclasses.replace(site.tp1.endpoint, name="locked", admin_key="wrong")
+    start = time.monotonic()
+    results = {s.server: s for s in learner.publish(8, gone, locked, site.tp2).servers}
+    assert time.monotonic() - start < 10
+    assert results["tp2"] == ServerSync("tp2", 0, True)
+    assert "has ended or is unreachable" in results["gone"].error
+    assert "401" in results["locked"].error
+    assert_serves(site, site.tp2, 8, learner.version)
+
+
+def test_success_without_an_acknowledgement_is_no_success(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner(deadline_s=1.0)
+    monkeypatch.setattr(exchange, "LOAD_FORMAT", sabotage.LOADERS[2])
+    assert_refused(learner.publish(9, site.tp2), "no acknowledgement from TP ranks [0, 1]")
+    learner.sync.close()
+
+
+def test_hanging_server_is_given_up_at_the_deadline_and_repaired_later(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner()
+    assert learner.publish(20, site.tp1).servers[0].verified
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "LOAD_FORMAT", sabotage.LOADERS[3])
+        patch.setattr(learner.sync, "_deadline_s", 2.0)
+        start = time.monotonic()
+        assert_refused(learner.publish(21, site.tp1), "did not answer within")
+        assert time.monotonic() - start < 2.0 + exchange._CLOSING_S + 2.0
+    assert learner.publish(22, site.tp1).servers[0].verified
+    assert_serves(site, site.tp1, 22, learner.version)
+    entries = [path.name for path in Path("/dev/shm").glob(f"megarl_publish{os.getpid()}_*")]
+    assert len(entries) == 1 and "_g1_" in entries[0]  # the one still being read was not reused
+    learner.sync.close()
+
+
+def test_server_killed_in_the_middle_of_a_publish_is_reported_at_once(
+    site: Site, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "LOAD_FORMAT", sabotage.LOADERS[3])
+    killer = threading.Timer(sabotage.STALL_S / 4, site.tp1.kill)
+    killer.start()
+    start = time.monotonic()
+    report = learner.publish(40, site.tp1)
+    assert time.monotonic() - start < sabotage.STALL_S
+    assert_refused(report, "has ended or is unreachable")
+    killer.join()
+    with pytest.raises(requests.ConnectionError):
+        site.tp1.call("/health")

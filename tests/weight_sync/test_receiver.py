@@ -1,0 +1,298 @@
+"""Sender and receiver in one process, over real arenas, without a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.reshard import execute
+from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.weight_sync import coverage, receiver
+from megarl.weight_sync.acks import Ack
+from megarl.weight_sync.checksum import add
+from megarl.weight_sync.control import WIRE_DTYPES, ControlMessage, SourceSpec, decode, stamp
+from megarl.weight_sync.receiver import Receiver
+from megarl.weight_sync.sender import Sender
+from tests.reshard.models import tiny_shape
+from tests.weight_sync import tiny
+from tests.weight_sync.tiny import SHAPE, FakeModel
+
+_RUNS = itertools.count()
+
+
+class Rig:
+    """All learner ranks and all ranks of one server, standing in one process."""
+
+    def __init__(
+        self, source: SourceSpec, mesh: ServerMesh, dtype: str = "fp32", server_dtype: str = ""
+    ) -> None:
+        self.source, self.mesh, self.dtype = source, mesh, dtype
+        self.run_id = f"test{os.getpid()}_{next(_RUNS)}"
+        self.learner = tiny.on_learner(source, tiny.weights(source.shape, 0))
+        self.senders = [
+            Sender(self.run_id, source, rank, parameters, dtype)
+            for rank, parameters in enumerate(self.learner)
+        ]
+        layout = self.senders[0].route(mesh).destination
+        served = WIRE_DTYPES[server_dtype or dtype]
+        self.models = [FakeModel(layout, rank, served) for rank in range(mesh.tp)]
+        self.receivers = [Receiver() for _ in range(mesh.tp)]
+
+    def learn(self, seed: int) -> None:
+        """New weights on the learner, in place."""
+        new = tiny.on_learner(self.source, tiny.weights(self.source.shape, seed))
+        for mine, theirs in zip(self.learner, new, strict=True):
+            for name, tensor in mine.items():
+                tensor.copy_(theirs[name])
+
+    def messages(self, version: int, generation: int = 0) -> list[ControlMessage]:
+        """Stage, and say so to every server rank."""
+        refs = {
+            rank: sender.stage(self.mesh, generation, stamp(version, "a"))
+            for rank, sender in enumerate(self.senders)
+        }
+        return [
+            ControlMessage(
+                version=version,
+                attempt="a",
+                run_id=self.run_id,
+                server="s",
+                incarnation=0,
+                tp_rank=rank,
+                source=self.source,
+                mesh=self.mesh,
+                dtype=self.dtype,
+                plan_digest=self.senders[0].route(self.mesh).plan.digest,
+                arenas={rank: ref for rank, ref in refs.items() if ref is not None},
+                store=("127.0.0.1", 1),
+                token="t",
+            )
+            for rank in range(self.mesh.tp)
+        ]
+
+    def receive(self, messages: list[ControlMessage]) -> list[Ack]:
+        with torch.no_grad():
+            return [
+                r.receive(model, ControlMessage.from_json(message.to_json()))
+                for r, model, message in zip(self.receivers, self.models, messages, strict=True)
+            ]
+
+    def differences(self, acks: list[Ack]) -> list[str]:
+        """The sender's verdict on acknowledgements that are all ok."""
+        assert [ack.error for ack in acks] == [""] * len(acks)
+        wanted: dict[str, int] = {}
+        for sender in self.senders:
+            for tensor, part in sender.checksums().items():
+                wanted[tensor] = add([wanted.get(tensor, 0), part])
+        destination = self.senders[0].route(self.mesh).destination
+        sums = {rank: ack.sums for rank, ack in enumerate(acks)}
+        return coverage.differences(coverage.held(destination), sums, wanted)
+
+    def sync(self, version: int) -> list[str]:
+        return self.differences(self.receive(self.messages(version)))
+
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def make(*args: object, **kwargs: object) -> Rig:
+        made.append(Rig(*args, **kwargs))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def simple(rig: Callable[..., Rig]) -> Rig:
+    """TP2 to TP2, with a first good sync behind it."""
+    made = rig(SourceSpec(SHAPE, LearnerMesh(tp=2)), ServerMesh(2))
+    assert made.sync(1) == []
+    return made
+
+
+TIED = tiny_shape(tie_embeddings=True, num_kv_heads=4, num_heads=4, intermediate_size=32)
+BIASED = tiny_shape("Qwen2ForCausalLM", num_heads=8, num_kv_heads=2)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("shape", "mesh", "tp"),
+    [
+        (SHAPE, LearnerMesh(), 1),
+        (SHAPE, LearnerMesh(tp=2, pp=2, dp=2), 2),
+        (TIED, LearnerMesh(tp=4, pp=2), 1),
+        (TIED, LearnerMesh(pp=2, dp=3), 4),
+        (BIASED, LearnerMesh(tp=4), 8),
+    ],
+)
+def test_every_server_rank_ends_with_exactly_its_slices(
+    rig: Callable[..., Rig], shape: object, mesh: LearnerMesh, tp: int, dtype: str
+) -> None:
+    made = rig(SourceSpec(shape, mesh, 8), ServerMesh(tp), dtype)  # type: ignore[arg-type]
+    for version, seed in enumerate([3, 4]):
+        made.learn(seed)
+        assert made.sync(version) == []
+        wanted = tiny.on_server(made.source.shape, tp, tiny.weights(made.source.shape, seed))
+        for model, tensors in zip(made.models, wanted, strict=True):
+            assert model.tensors.keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                assert torch.equal(model.tensors[name], tensor.to(WIRE_DTYPES[dtype])), name
+
+
+def test_every_left_out_move_is_seen_in_the_checksums(simple: Rig) -> None:
+    route = simple.receivers[1]._route
+    assert route is not None
+    moves = [(rank, i) for rank, s in route.sources.items() for i in range(len(s.moves))]
+    simple.learn(5)
+    messages = simple.messages(2)
+    for rank, left_out in moves:
+        for model in simple.models:
+            for parameter in model.tensors.values():
+                parameter.data.fill_(torch.nan)
+        source = route.sources[rank]
+        kept = tuple(move for i, move in enumerate(source.moves) if i != left_out)
+        sources = {**route.sources, rank: dataclasses.replace(source, moves=kept)}
+        simple.receivers[1]._route = dataclasses.replace(route, sources=sources)
+        wrong = simple.differences(simple.receive(messages))
+        assert len(wrong) == 1 and source.moves[left_out].tensor in wrong[0]
+    simple.receivers[1]._route = route
+    assert simple.sync(3) == []
+
+
+def test_a_doubled_or_swapped_copy_is_seen_in_the_checksums(simple: Rig) -> None:
+    simple.learn(5)
+    messages = simple.messages(2)
+    assert simple.differences(simple.receive(messages)) == []
+    name = "model.layers.1.mlp.down_proj.weight"
+    down = simple.models[0].tensors[name].data
+    piece = next(
+        p
+        for p in coverage.held(simple.senders[0].route(simple.mesh).destination)[0]
+        if p.local == name
+    )
+    before = receiver.box_checksum(down, piece.tensor, (64, 64), piece.box)
+    for tamper in (
+        lambda: down[[0, 1]].clone(),  # swapped rows
+        lambda: down[[1, 1]].clone(),  # one row twice
+        lambda: down[[0, 1]].clone() * -1,
+    ):
+        kept = down.clone()
+        down[[1, 0]] = tamper()
+        assert receiver.box_checksum(down, piece.tensor, (64, 64), piece.box) != before
+        down.copy_(kept)
+
+
+def test_copies_that_differ_are_named_with_their_ranks(rig: Callable[..., Rig]) -> None:
+    made = rig(SourceSpec(SHAPE, LearnerMesh()), ServerMesh(2))
+    acks = made.receive(made.messages(1))
+    pieces = coverage.held(made.senders[0].route(made.mesh).destination)
+    at = next(i for i, piece in enumerate(pieces[1]) if piece.tensor == "model.norm.weight")
+    sums = (*acks[1].sums[:at], acks[1].sums[at] ^ 1, *acks[1].sums[at + 1 :])
+    wrong = made.differences([acks[0], dataclasses.replace(acks[1], sums=sums)])
+    assert (
+        len(wrong) == 1 and "model.norm.weight" in wrong[0] and "ranks 0 and 1 differ" in wrong[0]
+    )
+
+
+def test_replicas_of_the_learner_that_have_diverged_are_seen(rig: Callable[..., Rig]) -> None:
+    made = rig(SourceSpec(SHAPE, LearnerMesh(dp=2)), ServerMesh(1))
+    assert made.sync(1) == []
+    for tensor in made.learner[1].values():
+        tensor.add_(1e-3)
+    assert made.sync(2)
+
+
+def test_bytes_of_another_publish_are_refused(simple: Rig) -> None:
+    messages = [dataclasses.replace(message, version=3) for message in simple.messages(2)]
+    for ack in simple.receive(messages):
+        assert not ack.ok and "its bytes are of another publish" in ack.error
+
+
+def test_arena_with_another_nonce_is_refused(simple: Rig) -> None:
+    messages = simple.messages(2)
+    arenas = {r: dataclasses.replace(a, nonce="0" * 32) for r, a in messages[0].arenas.items()}
+    acks = simple.receive([dataclasses.replace(m, arenas=arenas) for m in messages])
+    assert all(not ack.ok and "stale or belongs to another run" in ack.error for ack in acks)
+    assert simple.sync(4) == []
+
+
+def test_server_with_another_number_format_refuses(rig: Callable[..., Rig]) -> None:
+    made = rig(SourceSpec(SHAPE, LearnerMesh()), ServerMesh(1), "bf16", "fp32")
+    (ack,) = made.receive(made.messages(1))
+    assert not ack.ok and "torch.float32 on the server" in ack.error
+    assert all(torch.isnan(parameter).all() for parameter in made.models[0].tensors.values())
+
+
+def test_server_with_other_parameters_refuses_and_names_them(simple: Rig) -> None:
+    kept = dict(simple.models[0].tensors)
+    simple.models[0].tensors["model.extra"] = kept["model.norm.weight"]
+    del simple.models[0].tensors["lm_head.weight"]
+    acks = simple.receive(simple.messages(2))
+    assert "model.extra" in acks[0].error and "lm_head.weight" in acks[0].error
+    assert acks[1].ok
+    simple.models[0].tensors = {**kept, "model.norm.weight": torch.nn.Parameter(torch.zeros(3))}
+    assert "(3,)" in simple.receive(simple.messages(3))[0].error
+
+
+def test_plan_of_another_planner_is_refused(simple: Rig) -> None:
+    messages = [dataclasses.replace(m, plan_digest="0" * 64) for m in simple.messages(2)]
+    assert all("one version of megarl" in ack.error for ack in simple.receive(messages))
+
+
+def test_server_on_another_host_is_told_so(simple: Rig) -> None:
+    messages = simple.messages(2)
+    arenas = {
+        rank: dataclasses.replace(ref, name=ref.name.replace("_g0_", "_g9_"), host="elsewhere")
+        for rank, ref in messages[0].arenas.items()
+    }
+    acks = simple.receive([dataclasses.replace(m, arenas=arenas) for m in messages])
+    assert all("runs on another host than the learner" in ack.error for ack in acks)
+
+
+def test_receiver_never_raises_whatever_it_is_handed(simple: Rig) -> None:
+    receiver.load(simple.models[0], [])
+    receiver.load(simple.models[0], [("not json", torch.zeros(1))])
+    receiver.load(simple.models[0], [("{}", torch.zeros(1)), ("{}", torch.zeros(1))])
+    broken = dataclasses.replace(simple.messages(2)[0], tp_rank=99)
+    ack = Receiver().receive(simple.models[0], broken)
+    assert not ack.ok and ack.error
+
+
+def test_padding_is_zeroed_whatever_was_there(simple: Rig) -> None:
+    mine = simple.senders[0].route(simple.mesh).destination.ranks[1]
+    assert mine.paddings
+    for padding in mine.paddings:
+        tail = simple.models[1].tensors[padding.local][execute.slices(padding.box)]
+        assert not torch.count_nonzero(tail)
+
+
+def test_arena_is_mapped_once_and_the_old_one_is_dropped(simple: Rig) -> None:
+    def mapped() -> list[str]:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return [line.rsplit("/", 1)[1] for line in lines if f"megarl_{simple.run_id}_" in line]
+
+    before = sorted(mapped())
+    for version in range(2, 6):
+        assert simple.sync(version) == []
+    assert sorted(mapped()) == before
+    assert simple.differences(simple.receive(simple.messages(6, generation=1))) == []
+    after = mapped()
+    assert len(after) == len(before) and all("_g1_" in name for name in after)
+
+
+def test_control_message_survives_its_way_through_a_payload(simple: Rig) -> None:
+    message = simple.messages(2)[1]
+    assert decode([(message.to_json(), torch.zeros(1))]) == message
