@@ -43,7 +43,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         sums_3T = torch.zeros(3, len(targets_T), dtype=torch.float32, device=logits_TV.device)
         if num_columns:
             for rows in _chunks(logits_TW):
-                z = logits_TW[rows].float().div_(temperature).sub_(top_T[rows, None])
+                z = (logits_TW[rows].float() / temperature).sub_(top_T[rows, None])
                 at_target = z.gather(1, local_T[rows, None]).squeeze(1)
                 sums_3T[2, rows] = torch.where(here_T[rows], at_target, 0.0)
                 weight = z.exp()
@@ -72,7 +72,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         grad_TV = torch.zeros_like(logits_TV)
         logits_TW = logits_TV[:, : ctx.num_columns]
         for rows in _chunks(logits_TW) if ctx.num_columns else ():
-            logp = logits_TW[rows].float().div_(ctx.temperature).sub_(log_norm_T[rows, None])
+            logp = (logits_TW[rows].float() / ctx.temperature).sub_(log_norm_T[rows, None])
             prob = logp.exp()
             grad = prob * -grad_logp_T[rows, None]
             if grad_entropy_T is not None:
