@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -25,7 +25,7 @@ State = Literal["starting", "unsynced", "routable", "dead"]
 PORT_TRIES = 3  # a port found free can be taken before the server binds it
 PORT_RELEASE_S = 10.0  # how long the port of a server that was killed may stay taken
 PORT_LOST = "address already in use"  # EADDRINUSE, as asyncio words it in the server's log
-LOG_LINES = 15
+LOG_LINES = 40
 
 
 class ProcessHandle(Protocol):
@@ -95,8 +95,8 @@ class Starter:
     run_dir: Path
     spawn: Spawn
     device: Device
-    api_key: str
-    admin_key: str
+    api_key: str = field(repr=False)
+    admin_key: str = field(repr=False)
     http: aiohttp.ClientSession
 
     async def bring_up(self, server: Server, incarnation: int, taken: Container[int]) -> None:

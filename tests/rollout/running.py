@@ -46,7 +46,7 @@ def make_config(model: str | Path = "/nowhere", **groups: Any) -> Config:
             "actor": {"model": str(model)},
             "learner": {"precision": {"params": "fp32"}},
             "rollout": rollout,
-            "deadline": {"server_start_s": 120, "generate_s": 60, "sync_s": 30},
+            "deadline": {"server_start_s": 300, "generate_s": 60, "sync_s": 30},
             **groups,
         }
     )

@@ -1,0 +1,69 @@
+"""The command of a server: what the config says, on a CPU and on GPUs, with the keys out of sight."""
+
+from __future__ import annotations
+
+from megarl.compat import sglang_server
+from megarl.rollout import command
+from megarl.rollout.command import Device, ServerCommand, ServerPlace, server_command
+from tests.rollout.running import make_config
+
+PLACE = ServerPlace(1, 2, "127.0.0.1", 30100, "open-sesame", "root-sesame")
+
+
+def made(device: Device, **groups: object) -> ServerCommand:
+    return server_command(make_config("/models/m", **groups), PLACE, device)
+
+
+def value(argv: tuple[str, ...], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+def test_keys_travel_in_the_environment_only() -> None:
+    made_command = made("cuda")
+    assert not [word for word in made_command.argv if "sesame" in word]
+    assert "sesame" not in repr(made_command) + repr(PLACE)
+    assert sglang_server.take_keys(dict(made_command.env)) == [
+        *("--api-key", "open-sesame"),
+        *("--admin-api-key", "root-sesame"),
+    ]
+
+
+def test_names_shared_with_the_server_module_are_the_same() -> None:
+    assert command.MODULE == sglang_server.__name__
+    assert command.API_KEY_VARIABLE == sglang_server.API_KEY_VARIABLE
+    assert command.ADMIN_KEY_VARIABLE == sglang_server.ADMIN_KEY_VARIABLE
+
+
+def test_cpu_server_gets_the_cpu_flags_and_a_gpu_server_none_of_them() -> None:
+    cpu, gpu = made("cpu"), made("cuda")
+    assert value(cpu.argv, "--attention-backend") == "torch_native"
+    assert "--sleep-on-idle" in cpu.argv
+    assert cpu.env["OMP_NUM_THREADS"] == "1"
+    assert not {"--attention-backend", "--sleep-on-idle"} & set(gpu.argv)
+    assert not {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"} & set(gpu.env)
+    assert value(gpu.argv, "--device") == "cuda"
+    assert value(gpu.argv, "--custom-weight-loader") == "megarl.weight_sync.receiver.load"
+
+
+def test_ranks_are_bound_to_cores_only_on_a_cpu_with_several_of_them() -> None:
+    variable = "SGLANG_CPU_OMP_THREADS_BIND"
+    two = {"parallel": {"tp": 2}}
+    assert made("cpu", rollout=two).env[variable].count("|") == 1
+    assert variable not in made("cpu").env
+    assert variable not in made("cuda", rollout=two).env
+
+
+def test_users_arguments_come_last_so_that_they_win() -> None:
+    argv = made("cpu", rollout={"engine_args": {"log_level": "info"}}).argv
+    assert argv[-2:] == ("--log-level", "info")
+
+
+def test_kv_cache_of_zero_tokens_is_left_to_the_engine() -> None:
+    assert "--max-total-tokens" not in made("cuda", rollout={"max_total_tokens": 0}).argv
+
+
+def test_servers_and_their_restarts_sample_with_different_seeds() -> None:
+    config = make_config()
+    places = [ServerPlace(i, n, "h", 1, "k", "a") for i in range(3) for n in range(3)]
+    seeds = {value(server_command(config, p, "cpu").argv, "--random-seed") for p in places}
+    assert len(seeds) == len(places)
