@@ -95,8 +95,8 @@ class Launcher:
         if self._closed:
             raise LaunchError(f"{name}: not started, the run is ending")
         warden = [sys.executable, "-m", "megarl.launch.warden", f"--grace-s={grace_s}", *options]
-        if seat.gpus is not None:
-            warden.append(f"--gpus={seat.gpus[0]}:{seat.gpus[1]}")
+        gpus = "none" if seat.gpus is None else f"{seat.gpus[0]}:{seat.gpus[1]}"
+        warden.append(f"--gpus={gpus}")
         command = self._steps.command(seat, name, [*warden, "--", *argv])
         full_env = {
             **os.environ,

@@ -34,7 +34,7 @@ def main() -> None:
     """Run the command line's COMMAND to its end."""
     parser = argparse.ArgumentParser(prog="megarl.launch.warden")
     parser.add_argument("--grace-s", type=float, default=0.0, help="between SIGTERM and SIGKILL")
-    parser.add_argument("--gpus", default="", help="START:END among the visible GPUs")
+    parser.add_argument("--gpus", default="", help="START:END of the visible ones, or none")
     parser.add_argument("--sweep-run", action="append", default=[], help="run ids")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def select_gpus(wanted: str, environ: MutableMapping[str, str]) -> None:
-    """Narrow CUDA_VISIBLE_DEVICES to positions START:END of what is visible; nothing for "".
+    """Narrow CUDA_VISIBLE_DEVICES to positions START:END of what is visible; "none" hides all.
 
     >>> environ = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     >>> select_gpus("2:4", environ); environ
@@ -53,7 +53,9 @@ def select_gpus(wanted: str, environ: MutableMapping[str, str]) -> None:
     >>> select_gpus("1:2", environ); environ
     {'CUDA_VISIBLE_DEVICES': '1'}
     """
-    if wanted:
+    if wanted == "none":
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif wanted:
         start, _, end = wanted.partition(":")
         visible = environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(i) for i in range(int(end))]

@@ -1,0 +1,56 @@
+"""The quickstart as a job on a real Slurm: the product's own sbatch script, the real engines."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.launch.process import processes
+from tests.launch.waiting import until
+from tests.slurm.conftest import Cluster
+
+pytestmark = pytest.mark.slurm
+NUM_STEPS = 3
+
+
+def words_of_all_processes() -> list[str]:
+    """Command line and environment of everything that runs here."""
+    texts = []
+    for pid in processes():
+        try:
+            facts = [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
+        except OSError:
+            continue
+        texts.append(b"\0".join(facts).decode(errors="replace"))
+    return texts
+
+
+def test_quickstart_runs_with_the_learner_on_one_node_and_the_server_on_the_other(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "quickstart"
+    log = tmp_path / "job.log"
+    job = cluster.submit(
+        f"--output={log}",
+        "slurm/train.sbatch",
+        "examples/quickstart.toml",
+        *("--run.dir", str(run.parent)),
+        *("--loop.versions", str(NUM_STEPS)),
+        *("--eval.max_prompts", "16"),
+        *("--observe.wandb", "off"),
+    )
+    try:
+        until(lambda: not cluster.jobs(), limit_s=600)
+    finally:
+        cluster.cancel_all()
+    output = log.read_text()
+    assert cluster.exit_code(job) == "0:0", output
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(NUM_STEPS)), output
+    assert all(step["mismatch/mean_abs_logprob"] < 1e-4 for step in steps)
+    phases = [json.loads(path.read_text()) for path in (run / "logs").glob("*.phase")]
+    assert {phase["host"] for phase in phases} == {"n1"}
+    assert "learner on n1, servers on n2" in (run / "logs" / "controller.log").read_text()
+    assert not [text for text in words_of_all_processes() if str(run) in text]
+    run_id = json.loads((run / "run.lock").read_text())["run_id"]
+    assert not list(Path("/dev/shm").glob(f"megarl_{run_id}_*"))
