@@ -49,8 +49,8 @@ venv: $(DEV)
 quickstart: $(SETUP)
 	$(BIN)/megarl train examples/quickstart.toml $(ARGS)
 
-$(SMOLLM2)/model.safetensors: tools/make_smollm2.py | $(SETUP)
-	$(BIN)/python tools/make_smollm2.py --out $(SMOLLM2)
+$(SMOLLM2)/model.safetensors: | $(SETUP)
+	$(BIN)/python tools/fetch_smollm2.py --out $(SMOLLM2)
 
 smollm2: $(SETUP) $(SMOLLM2)/model.safetensors
 	$(BIN)/megarl train examples/smollm2.toml $(ARGS)
