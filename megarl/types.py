@@ -1,7 +1,8 @@
-"""Values that cross a folder: prompts, samples, groups, batches by reference, servers, sync reports.
+"""Values that cross a folder: prompts, samples, groups, batches by reference, servers, sync
+reports.
 
-Owns their shape and the rules that keep one sample's parts in step. Knows nothing of engines, files or
-HTTP. Log-probs are natural logarithms; a policy version counts weight syncs from 0.
+Owns their shape and the rules that keep one sample's parts in step. Knows nothing of engines,
+files or HTTP. Log-probs are natural logarithms; a policy version counts weight syncs from 0.
 """
 
 from __future__ import annotations
@@ -146,10 +147,10 @@ class SampleRef:
 class MinibatchPlan:
     """One optimizer step's samples: `schedule[dp_rank][microbatch]` is a tuple of samples.
 
-    Every data-parallel rank has the same number of microbatches; where samples run out, a microbatch is
-    empty, and the learner fills it with tokens of weight zero. `microbatch_tokens` is the packed length
-    of every microbatch before the learner's own alignment. `num_loss_tokens` is the denominator of the
-    token mean, over all ranks.
+    Every data-parallel rank has the same number of microbatches; where samples run out, a
+    microbatch is empty, and the learner fills it with tokens of weight zero. `microbatch_tokens`
+    is the packed length of every microbatch before the learner's own alignment. `num_loss_tokens`
+    is the denominator of the token mean, over all ranks.
     """
 
     schedule: tuple[tuple[tuple[SampleRef, ...], ...], ...]
