@@ -1,0 +1,69 @@
+"""One rank of the parity run: the recorded minibatch through every layout of a list.
+
+Reads FOLDER/cases.json; writes gradients, by Megatron's names, and what the verbs answered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.config.schema import Config
+from megarl.learner.distributed import stop
+from megarl.learner.learner import Learner
+from megarl.learner.loss import LossWeights
+from megarl.learner.wire import decode
+from megarl.types import Batch, MinibatchPlan
+
+
+def gradients(learner: Learner, plan: MinibatchPlan, weights: LossWeights) -> dict[str, Any]:
+    """Every gradient of this rank, whole; the reference log-probs are made from the behavior's."""
+    microbatches, length = learner._pack(plan)
+    passes = learner._passes
+    scores = [passes.Scores(m.behavior_logp_T, 0.9 * m.behavior_logp_T) for m in microbatches]
+    learner.optimizer.clear()
+    passes.accumulate_gradients(
+        learner.policy, microbatches, length, scores, weights, plan.num_loss_tokens, all_reduce=True
+    )
+    named = learner.policy.model.module.named_parameters()
+    return {name: parameter.main_grad.clone().numpy() for name, parameter in named}
+
+
+def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
+    """Build the learner of one layout, and record its gradients and its verbs' answers."""
+    store = f"file://{folder / (case['name'] + '.store')}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=case["world_size"])
+    learner = Learner(Config.model_validate(case["config"]), folder)
+    plan = decode(MinibatchPlan, json.dumps([case["plan"]]).encode())
+    grads = gradients(learner, plan, LossWeights(**case["weights"]))
+    np.savez(folder / f"{case['name']}.{rank}.npz", **grads)
+    answers = {
+        "info": learner.info(),
+        "logprobs": learner.logprobs(case["sequences"]),
+        "score": learner.score(Batch(0, (plan,), 0, 7)),
+        "step": learner.step(plan),
+        "step again": learner.step(plan),
+    }
+    if rank == 0:
+        (folder / f"{case['name']}.json").write_text(json.dumps(answers))
+    stop()
+
+
+def main() -> None:
+    """Run every case whose mesh has this rank."""
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    for case in json.loads((folder / "cases.json").read_text()):
+        if rank < case["world_size"]:
+            run_case(case, folder, rank)
+
+
+if __name__ == "__main__":
+    main()
