@@ -98,32 +98,31 @@ def publish_to(
 ) -> tuple[ServerSync, bool]:
     """Bring one server to the messages' version and see whether it got there.
 
-    `messages` has one entry for each TP rank in order. Also returns whether every rank has
-    answered: as long as one has not, it may still be reading the arenas. `until` is a time of
+    `messages` has one entry for each TP rank in order. Also returns whether a rank may still be
+    reading the arenas: it was asked to, and has not answered. `until` is a time of
     `time.monotonic`.
     """
     calls = ServerCalls(server, until)
     keys = {message.tp_rank: message.ack_key for message in messages}
-    answered = False
+    reading = False
     try:
         calls.begin()
         try:
+            reading = True
             acks = _transfer(calls, messages, board, keys, until)
-            answered = True
+            reading = False
             _judge(acks, evidence)
-        except WeightSyncError:
+        except Exception:
             with suppress(WeightSyncError):  # the first error is the one to tell
                 calls.end()
             raise
         calls.end()
         calls.post("/flush_cache", {})
         calls.post("/update_weight_version", {"new_version": str(messages[0].version)})
-        return ServerSync(server.name, server.incarnation, True), True
+        return ServerSync(server.name, server.incarnation, True), reading
     except Exception as error:  # noqa: BLE001 - one bad server does not spoil the others
         text = str(error) if isinstance(error, WeightSyncError) else repr(error)
-        return ServerSync(
-            server.name, server.incarnation, False, f"{server.name}: {text}"
-        ), answered
+        return ServerSync(server.name, server.incarnation, False, f"{server.name}: {text}"), reading
     finally:
         board.forget(keys.values())
         calls.close()

@@ -89,6 +89,7 @@ class Receiver:
         check_parameters(model, parameters, route)
         readers = self._open(message, route)
         _check_stamps(readers, message.stamp)
+        _synchronize(parameters)  # no forward pass is still reading them
         for rank, source in route.sources.items():
             execute.run(source.moves, _views(readers[rank], source, route.dtype), parameters)
         execute.clear_paddings(route.mine, parameters)
@@ -225,7 +226,7 @@ def _check_paddings(mine: RankLayout, parameters: Mapping[str, torch.Tensor]) ->
 
 
 def _synchronize(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Wait until every copy has ended on its device."""
+    """Wait until every device has done what it was asked."""
     for device in {tensor.device for tensor in parameters.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,6 @@ from megarl.weight_sync.sender import Sender
 from megarl.weight_sync.transport.shared import ArenaRef
 
 log = logging.getLogger(__name__)
-
-Value = TypeVar("Value")
 
 _GRACE_S = 12.0  # past the deadline, for ending sessions; then a server counts as not answering
 
@@ -84,7 +81,7 @@ class WeightSync:
         self._board = AckBoard(host) if rank == 0 else None
         self._generations: dict[ServerMesh, int] = {}
         self._next_generation = 0
-        self._unanswered: set[ServerMesh] = set()
+        self._reading: set[ServerMesh] = set()
 
     def publish(self, version: int, servers: Sequence[ServerEndpoint] = ()) -> SyncReport:
         """Bring `servers` to policy `version`, which is what the parameters now hold.
@@ -96,20 +93,16 @@ class WeightSync:
         """
         start = time.monotonic()
         first = self._rank == 0
-        mine: Order | str | None = self._order(version, servers) if first else None
-        order = self._broadcast(mine)
-        if isinstance(order, str):
+        order = self._broadcast(self._order(version, servers) if first else None)
+        if not isinstance(order, Order):
             raise WeightSyncError(f"version {version} was not staged: {order}")
         staged = self._gather(self._stage(order))
         errors = [part.error for part in staged if part.error]
         if errors:
             raise WeightSyncError(f"version {version} was not staged: " + "; ".join(errors))
         until = start + self._deadline_s
-        result: SyncReport | str | None = None
-        if first:
-            result = self._deliver(order, servers, staged, until)
-        report = self._broadcast(result)
-        if isinstance(report, str):
+        report = self._broadcast(self._deliver(order, servers, staged, until) if first else None)
+        if not isinstance(report, SyncReport):
             raise WeightSyncError(f"version {version} was not published: {report}")
         return replace(report, took_s=time.monotonic() - start)
 
@@ -130,10 +123,10 @@ class WeightSync:
         except MegarlError as error:
             return str(error)
         for mesh in meshes:
-            if mesh not in self._generations or mesh in self._unanswered:
+            if mesh not in self._generations or mesh in self._reading:
                 self._generations[mesh] = self._next_generation
                 self._next_generation += 1
-            self._unanswered.discard(mesh)
+            self._reading.discard(mesh)
         generations = tuple((mesh, self._generations[mesh]) for mesh in meshes)
         return Order(version, secrets.token_hex(8), generations)
 
@@ -204,9 +197,9 @@ class WeightSync:
             late = ServerSync(
                 server.name, server.incarnation, False, f"{server.name}: no answer in time"
             )
-            result, answered = results.get(index, (late, False))
-            if not answered:
-                self._unanswered.add(self._mesh(server))
+            result, reading = results.get(index, (late, True))
+            if reading:
+                self._reading.add(self._mesh(server))
             finished.append(result)
         return finished
 
@@ -265,13 +258,12 @@ class WeightSync:
         minimum = sum(minimum_elements(route.destination) for route in routes) * itemsize
         return SyncReport(order.version, tuple(results), moved, minimum, 0.0)
 
-    def _broadcast(self, value: Value | None) -> Value:
+    def _broadcast(self, value: object) -> object:
         """Rank 0's value, on every rank."""
         box = [value]
         if self._group is not None:
             source = dist.get_global_rank(self._group, 0)
             dist.broadcast_object_list(box, src=source, group=self._group)
-        assert box[0] is not None
         return box[0]
 
     def _gather(self, mine: Staged) -> list[Staged]:
