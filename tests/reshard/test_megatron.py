@@ -46,7 +46,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[Built]:
     subprocess.run(
         torchrun + program,
         check=True,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     return [read_case(out, case) for case in range(len(CASES))]

@@ -117,11 +117,11 @@ def test_sends_and_receives_are_the_same_moves() -> None:
 
 
 def test_llama_70b_on_128_ranks_is_planned_and_proved_in_seconds() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     source = megatron_layout(LLAMA_70B, LearnerMesh(tp=8, pp=4, dp=4))
     destination = sglang_layout(LLAMA_70B, ServerMesh(8))
     plan = make_plan(source, destination)
-    assert time.perf_counter() - began < 10  # 0.5 s on an idle core
+    assert time.process_time() - began < 10  # 0.5 s on an idle core
     assert plan.num_elements() == minimum_elements(destination)
     sent = sent_by_rank(plan, 128)
     assert max(sent) / (sum(sent) / 128) <= 1.05

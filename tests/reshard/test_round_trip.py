@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn) -> Case:
     return shape, mesh, ServerMesh(server_tp), draw(st.sampled_from([1, 8, 128]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_any_policy_travels_from_file_to_megatron_to_sglang_and_back(case: Case) -> None:
     shape, mesh, server, divisor = case
@@ -75,7 +75,7 @@ def test_any_policy_travels_from_file_to_megatron_to_sglang_and_back(case: Case)
     assert_equal(execute(make_plan(rollout, files), in_sglang, files), [tensors])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_any_plan_writes_every_destination_element_exactly_once(case: Case) -> None:
     shape, mesh, server, divisor = case

@@ -92,7 +92,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[Loaded]:
         input=json.dumps([[str(root / f"model{model}"), tp] for model, tp in CASES]),
         text=True,
         check=True,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     return [
