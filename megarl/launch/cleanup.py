@@ -41,36 +41,33 @@ def present() -> frozenset[SharedFile]:
 
 
 def used_by(pids: Iterable[int]) -> set[SharedFile]:
-    """The files below /dev/shm that these processes map or hold open, where we may look."""
-    found: set[SharedFile] = set()
+    """The files below /dev/shm that these processes map or hold open, where we may look.
+
+    Inodes decide: glibc's sem_open maps a file under a name that it then replaces.
+    """
+    inodes: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            found |= _mapped(pid)
+            inodes |= _mapped(pid)
         with contextlib.suppress(OSError):
-            found |= _opened(pid)
-    return found
+            inodes |= _opened(pid)
+    return {file for file in present() if file.inode in inodes}
 
 
-def _mapped(pid: int) -> set[SharedFile]:
+def _mapped(pid: int) -> set[int]:
     needle = f" {SHARED_MEMORY}/"
-    found = set()
     with open(f"/proc/{pid}/maps", errors="replace") as maps:
-        for line in maps:
-            if needle in line:
-                fields = line.rstrip("\n").split(maxsplit=5)  # man 5 proc: the path is the sixth
-                if not fields[5].endswith(" (deleted)"):
-                    found.add(SharedFile(fields[5], int(fields[4])))
-    return found
+        # man 5 proc: address, permissions, offset, device, inode, path
+        return {int(line.split(maxsplit=5)[4]) for line in maps if needle in line}
 
 
-def _opened(pid: int) -> set[SharedFile]:
+def _opened(pid: int) -> set[int]:
     found = set()
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         link = f"/proc/{pid}/fd/{descriptor}"
         with contextlib.suppress(OSError):
-            path = os.readlink(link)
-            if path.startswith(f"{SHARED_MEMORY}/") and not path.endswith(" (deleted)"):
-                found.add(SharedFile(path, os.stat(link).st_ino))
+            if os.readlink(link).startswith(f"{SHARED_MEMORY}/"):
+                found.add(os.stat(link).st_ino)
     return found
 
 

@@ -57,6 +57,19 @@ def test_entry_is_swept_once_no_living_process_uses_it(entry: Path, how: str) ->
     assert not entry.exists()
 
 
+def test_semaphore_is_known_by_the_process_that_holds_it() -> None:
+    code = (
+        "import multiprocessing as m, sys; l = m.get_context('spawn').Lock(); print(l._semlock.name"
+    )
+    code += ", flush=True); sys.stdin.read()"
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        path = Path(f"/dev/shm/sem.{process.stdout.readline().strip().removeprefix('/')}")
+        assert used_by([process.pid]) == {shared(path)}
+
+
 def test_sweep_leaves_a_new_file_under_an_old_name(entry: Path) -> None:
     old = SharedFile(str(entry), entry.stat().st_ino + 1)
     assert sweep([old]) == []
