@@ -36,7 +36,7 @@ async def until(
     endpoint: ServerEndpoint,
 ) -> None:
     """Ask `check` again and again until it says yes. The caller sets the deadline."""
-    while not await check(http, endpoint):  # noqa: ASYNC110 - another process; there is no event
+    while not await check(http, endpoint):  # another process; there is no event
         await asyncio.sleep(POLL_S)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megarl.compat import sglang_cpu
 
-# What multiprocessing does in each process that SGLang spawns, then what SGLang's scheduler imports.
+# What multiprocessing does in each process that SGLang spawns, then what a scheduler imports.
 AS_A_SPAWNED_CHILD = """
 import json, multiprocessing.spawn, os, sys
 sys.argv = ["sglang_server.py", "--device", sys.argv[1]]

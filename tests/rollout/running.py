@@ -1,8 +1,9 @@
-"""What the tests of the rollout share: a fake server for our own error handling, prompts, spawns."""
+"""What the rollout's tests share: a fake server for our own error handling, prompts, spawns."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -93,10 +94,8 @@ class RealHandle:
         return await self._process.wait()
 
     def kill(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 async def answer_well(server: FakeServer, body: Body) -> web.StreamResponse:

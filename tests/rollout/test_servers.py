@@ -58,10 +58,13 @@ async def test_refused_version_is_never_acquired_and_the_reason_is_given(tmp_pat
 async def test_least_loaded_server_is_acquired(tmp_path: Path) -> None:
     config = make_config(rollout={"servers": 2})
     async with fake_pool(tmp_path, config) as (pool, _):
-        async with pool.acquire(0, num_samples=4) as first:
-            async with pool.acquire(0, num_samples=2) as second, pool.acquire(0) as third:
-                assert {first.name, second.name} == {"server-0", "server-1"}
-                assert third == second
+        async with (
+            pool.acquire(0, num_samples=4) as first,
+            pool.acquire(0, num_samples=2) as second,
+            pool.acquire(0) as third,
+        ):
+            assert {first.name, second.name} == {"server-0", "server-1"}
+            assert third == second
         assert len({e.url for e in pool.endpoints()}) == 2
 
 
