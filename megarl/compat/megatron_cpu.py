@@ -1,10 +1,10 @@
-"""Megatron-Core on a machine without CUDA: the calls in which it names the CUDA device go to the CPU.
+"""Megatron-Core without CUDA: the calls in which it names the CUDA device go to the CPU.
 
 Owns that redirection, and the care that torch's own AdamW needs in Megatron's checkpoints. None of
 Megatron's computation is replaced. Inert where CUDA is present. Knows nothing of megarl's learner.
 
-For: megatron-core 0.19.2 (private names are touched, so the version is exact). Ends when Megatron-Core
-takes its device from its configuration instead of the literal "cuda".
+For: megatron-core 0.19.2 (private names are touched, so the version is exact). Ends when
+Megatron-Core takes its device from its configuration instead of the literal "cuda".
 """
 
 from __future__ import annotations
@@ -71,15 +71,13 @@ def install() -> None:
     """
     if torch.cuda.is_available() or is_installed():
         return
-    # torch caches the factories that `with torch.device(...)` acts on at its first use. Were they the
-    # wrapped ones, models that Hugging Face builds later would keep uninitialised RoPE tables.
+    # torch caches the factories that `with torch.device(...)` acts on at its first use. Were they
+    # the wrapped ones, models that Hugging Face builds later would keep uninitialised RoPE tables.
     _device._device_constructors()
     placeholders.install(["triton"])
     _redirect_torch()
-    with (
-        warnings.catch_warnings()
-    ):  # that apex and Transformer Engine are absent is why we are here
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that apex and Transformer Engine are absent is known
         _redirect_megatron()
 
 

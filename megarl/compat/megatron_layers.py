@@ -1,9 +1,9 @@
 """A decoder block of Megatron's local layers, for machines without Transformer Engine.
 
-Owns the three parts that Megatron has only through Transformer Engine: the linear with its norm inside,
-RMSNorm under sequence parallelism, and attention over packed sequences. Parameter names are those of the
-Transformer Engine block, so layouts and checkpoints are the same on CPU and GPU. Knows nothing of
-megarl's learner. Import it after `megatron_cpu.install()`.
+Owns the three parts that Megatron has only through Transformer Engine: the linear with its norm
+inside, RMSNorm under sequence parallelism, and attention over packed sequences. Parameter names are
+those of the Transformer Engine block, so layouts and checkpoints are the same on CPU and GPU. Knows
+nothing of megarl's learner. Import it after `megatron_cpu.install()`.
 
 For: megatron-core 0.19.2. Ends when Megatron's local layers do these three.
 """
@@ -28,14 +28,19 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 
+def _mark(weight: Any, config: TransformerConfig) -> None:
+    """Have Megatron sum the weight's gradient over tensor ranks under sequence parallelism."""
+    weight.sequence_parallel = config.sequence_parallel
+
+
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm; its weight is marked, so that its gradient is summed over tensor ranks."""
+    """torch's RMSNorm, with its weight marked."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        _mark(self.weight, config)
 
 
 class NormedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
@@ -47,9 +52,10 @@ class NormedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
         super().__init__(input_size, output_size, config=config, **kwargs)
         weight = torch.ones(input_size, dtype=config.params_dtype)
         self.layer_norm_weight = torch.nn.Parameter(weight)
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        _mark(self.layer_norm_weight, config)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The linear of the normed input, as (output, bias)."""
         eps = self.config.layernorm_epsilon
         normed = F.rms_norm(input_, input_.shape[-1:], self.layer_norm_weight, eps)
         return super().forward(normed, *args, **kwargs)
@@ -90,7 +96,8 @@ class CoreAttention(torch.nn.Module):
         if packed_seq_params is None:
             return self._attend(query, key, value)
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        rows = zip(*(t.unsqueeze(1).split(lengths) for t in (query, key, value)), strict=True)
+        parts = (torch.split(t.unsqueeze(1), lengths) for t in (query, key, value))
+        rows = zip(*parts, strict=True)
         return torch.cat([self._attend(*row) for row in rows]).squeeze(1)
 
 

@@ -1,10 +1,11 @@
 """Import placeholders for GPU packages that an engine imports but does not run on a CPU.
 
-Owns the finder that satisfies `import triton` and the like where the package is absent. Inert where the
-package is installed, or for names that were not asked for. Knows nothing of what the engines do.
+Owns the finder that satisfies `import triton` and the like where the package is absent. Inert where
+the package is installed, or for names that were not asked for. Knows nothing of what the engines
+do.
 
-For: megatron-core 0.19 (imports triton) and sglang 0.5.23 (imports triton, torchvision, sgl_kernel).
-Ends when both import on a CPU without them.
+For: megatron-core 0.19 (imports triton) and sglang 0.5.23 (imports triton, torchvision,
+sgl_kernel). Ends when both import on a CPU without them.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class _Constexpr:
 class _Placeholder(types.ModuleType):
     """A module whose unknown attributes are classes (CamelCase) or placeholder modules.
 
-    Called, it is a decorator (`@triton.jit`, `@triton.jit(...)`) that returns the function itself; the
-    placeholders of other packages refuse to be called.
+    Called, it is a decorator (`@triton.jit`, `@triton.jit(...)`) that returns the function itself;
+    the placeholders of other packages refuse to be called.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -56,7 +57,7 @@ class _Placeholder(types.ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.__name__.partition(".")[0] != "triton":
             raise NotImplementedError(
-                f"{self.__name__}: the package is not installed, only a placeholder for its import; "
+                f"{self.__name__}: the package is not installed, only a placeholder of it; "
                 "run this on a machine that has it"
             )
         if len(args) == 1 and callable(args[0]) and not kwargs:
@@ -115,8 +116,8 @@ def _tell_who_would_believe_it() -> None:
 def install(names: Iterable[str]) -> tuple[str, ...]:
     """Supply placeholders for those of `names` (out of KNOWN) that are not installed.
 
-    Returns the names that now have one. Call it in every process before the engine is imported; a second
-    call adds to the first.
+    Returns the names that now have one. Call it in every process before the engine is imported; a
+    second call adds to the first.
     """
     wanted = set(names)
     assert wanted <= set(KNOWN), f"no placeholder is known for {sorted(wanted - set(KNOWN))}"

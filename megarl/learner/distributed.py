@@ -1,7 +1,7 @@
 """The ranks of the learner: torch.distributed, Megatron's parallel state, devices and seeds.
 
-Owns how a process becomes rank (t, d, p) of TP x DP x PP. Knows nothing of models, losses or batches.
-Megatron is imported inside functions only, after its CPU substitution is in place.
+Owns how a process becomes rank (t, d, p) of TP x DP x PP. Knows nothing of models, losses or
+batches. Megatron is imported inside functions only, after its CPU substitution is in place.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Ranks:
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     """The device of this process; `wanted` is `launch.device`.
 
-    Raises LaunchError where CUDA is wanted and absent, or where the CPU is wanted beside visible GPUs
-    (Megatron would put its buffers there).
+    Raises LaunchError where CUDA is wanted and absent, or where the CPU is wanted beside visible
+    GPUs (Megatron would put its buffers there).
     """
     if wanted == "cuda" and not torch.cuda.is_available():
         raise LaunchError("launch.device is cuda, but torch sees none; use auto or cpu")
@@ -75,11 +75,11 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 def start(
     mesh: LearnerMesh, device: str = "auto", seed: int = 0, timeout_s: float = 1800.0
 ) -> Ranks:
-    """Join torch.distributed (from torchrun's environment, unless joined already) and build the mesh.
+    """Join torch.distributed, from torchrun's environment unless joined already; build the mesh.
 
-    Collective over all ranks. `timeout_s` bounds every collective. Calling it again with another mesh
-    of the same size replaces the mesh. Raises LaunchError where the number of processes is not the
-    mesh's.
+    Collective over all ranks. `timeout_s` bounds every collective. Calling it again with another
+    mesh of the same size replaces the mesh. Raises LaunchError where the number of processes is not
+    the mesh's.
     """
     megatron_cpu.install()
     chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -91,8 +91,8 @@ def start(
     world_size, wanted = dist.get_world_size(), mesh.tp * mesh.pp * mesh.dp
     if world_size != wanted:
         raise LaunchError(
-            f"the learner has {world_size} processes, but tp={mesh.tp} x pp={mesh.pp} x dp={mesh.dp} "
-            f"needs {wanted}; set placement.learner_gpus to a multiple of tp x pp"
+            f"the learner has {world_size} processes, but tp={mesh.tp} x pp={mesh.pp} x "
+            f"dp={mesh.dp} needs {wanted}; set placement.learner_gpus to a multiple of tp x pp"
         )
     from megatron.core import parallel_state, tensor_parallel
 

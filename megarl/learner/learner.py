@@ -1,14 +1,14 @@
 """Stage f on one rank: the verbs of the learner, each a collective call over all ranks.
 
-Owns the order of work inside a verb. Mathematics is in `passes`, `logprobs` and `loss`, the update in
-`optimizer`, checkpoints in `checkpoint`, weight sync in `weight_sync`. Knows nothing of HTTP.
+Owns the order of work inside a verb. Mathematics is in `passes`, `logprobs` and `loss`, the update
+in `optimizer`, checkpoints in `checkpoint`, weight sync in `weight_sync`. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ from megarl.learner.packing import PackedMicrobatch, check_plan, pack_minibatch,
 from megarl.learner.scoring import KeptLogProbs, Mismatch, ReferencePolicy, passes_needed
 from megarl.reshard.mesh import LearnerMesh
 from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport
+
+if TYPE_CHECKING:
+    from megarl.learner.passes import Scores
+    from megarl.weight_sync.session import WeightSync
 
 Result = TypeVar("Result")
 
@@ -76,7 +80,7 @@ class Learner:
         self._old = KeptLogProbs()
         self._reference_logprobs = KeptLogProbs()
         self._reference = self._build_reference()
-        self._weight_sync = None
+        self._weight_sync: WeightSync | None = None
 
     def info(self) -> dict[str, int]:
         """Sizes of the mesh and the policy version that the weights are."""
@@ -93,8 +97,9 @@ class Learner:
         """Forward passes over the whole batch before its first optimizer step.
 
         Keeps the policy's own log-probs where `correction.old_logprobs` is "recomputed", and the
-        reference's where there is one. Returns the `mismatch/*` metrics, over all ranks, each sample
-        counted once. Raises ShapeError or DataError where a schedule or a group file does not fit.
+        reference's where there is one. Returns the `mismatch/*` metrics, over all ranks, each
+        sample counted once. Raises ShapeError or DataError where a schedule or a group file does
+        not fit.
         """
         self._old.clear()
         self._reference_logprobs.clear()
@@ -117,8 +122,8 @@ class Learner:
     def step(self, minibatch: MinibatchPlan) -> dict[str, float]:
         """One optimizer step on one minibatch; returns its `loss/*` and other metrics.
 
-        Raises LearnerError, on every rank and before the weights change, where a needed log-prob was
-        not scored or the gradient is not finite; ShapeError and DataError as `score` does.
+        Raises LearnerError, on every rank and before the weights change, where a needed log-prob
+        was not scored or the gradient is not finite; ShapeError and DataError as `score` does.
         """
         microbatches, length = self._pack(minibatch)
         scores = self._together(lambda: [self._scores(each) for each in microbatches])
@@ -146,7 +151,7 @@ class Learner:
     def logprobs(
         self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> list[list[float]]:
-        """Log-probs of the response tokens of (prompt, response) pairs, at the sampling temperature.
+        """Log-probs of the responses of (prompt, response) pairs, at the sampling temperature.
 
         Returned on every rank. Raises ShapeError where a sequence is longer than
         `learner.max_tokens_per_microbatch` or has no prompt.
@@ -238,7 +243,7 @@ class Learner:
         for microbatch, (logp_T, _) in zip(microbatches, scored, strict=False):
             self._reference_logprobs.keep(microbatch, logp_T)
 
-    def _scores(self, microbatch: PackedMicrobatch) -> object:
+    def _scores(self, microbatch: PackedMicrobatch) -> Scores:
         """What the loss compares with, on the device; nothing but on the last pipeline stage."""
         device = self.ranks.device
         old_T, reference_T = microbatch.behavior_logp_T, None
@@ -257,7 +262,7 @@ class Learner:
         return self._together(lambda: pack_minibatch(plan, self.ranks.dp_rank, mesh.tp))
 
     def _together(self, work: Callable[[], Result]) -> Result:
-        """`work()`, or on every rank an error where it fails on one: no rank is left in a collective."""
+        """`work()`, or an error on every rank where it fails on one: none waits in a collective."""
         result, error = None, None
         try:
             result = work()

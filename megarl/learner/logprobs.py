@@ -1,8 +1,9 @@
 """Log-probs and entropy of packed tokens from vocab-parallel logits, at the sampling temperature.
 
-Owns what a log-prob means in the learner: log softmax(logits / temperature) over the true vocabulary.
-Columns at and beyond the vocabulary size are minus infinity before the softmax: they are left out of
-every sum. Knows nothing of models, losses or samples. Computes in fp32 whatever the logits are.
+Owns what a log-prob means in the learner: log softmax(logits / temperature) over the true
+vocabulary. Columns at and beyond the vocabulary size are minus infinity before the softmax: they
+are left out of every sum. Knows nothing of models, losses or samples. Computes in fp32 whatever the
+logits are.
 
 T packed tokens, V columns of this tensor-parallel rank, W of them within the vocabulary.
 """
@@ -96,9 +97,9 @@ def vocab_parallel_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `targets_T` and the entropy of each row, both fp32 [T], in nats.
 
-    `logits_TV` are columns [tp_rank * V, (tp_rank + 1) * V) of the padded vocabulary; fp32 or bf16, never
-    changed. Collective over `tp_group` (None: one rank). The gradient is that of this rank's columns;
-    rows without a gradient get exact zeros, whatever their logits are.
+    `logits_TV` are columns [tp_rank * V, (tp_rank + 1) * V) of the padded vocabulary; fp32 or bf16,
+    never changed. Collective over `tp_group` (None: one rank). The gradient is that of this rank's
+    columns; rows without a gradient get exact zeros, whatever their logits are.
     """
     first = tp_rank * logits_TV.shape[1]
     num_columns = min(max(vocab_size - first, 0), logits_TV.shape[1])

@@ -1,9 +1,9 @@
-"""The policy loss per token, as sums: PPO's clipped surrogate, k3 KL to the reference, entropy bonus.
+"""The policy loss as sums: PPO's clipped surrogate, k3 KL to the reference, entropy bonus.
 
-Owns the formulas. Knows nothing of models, microbatches or ranks: numerators are summed here, and the
-one denominator, the loss tokens of the whole minibatch over all ranks, is given. So the gradient is the
-same for every split into microbatches and ranks. Masked values are selected with `where`, never
-multiplied. T packed tokens; log-probs in nats.
+Owns the formulas. Knows nothing of models, microbatches or ranks: numerators are summed here, and
+the one denominator, the loss tokens of the whole minibatch over all ranks, is given. So the
+gradient is the same for every split into microbatches and ranks. Masked values are selected with
+`where`, never multiplied. T packed tokens; log-probs in nats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LossWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossSums:
-    """Sums over the loss tokens of one microbatch. `total` carries the gradient; the others do not."""
+    """Sums over the loss tokens of one microbatch. Only `total` is used for its gradient."""
 
     total: Tensor
     policy: Tensor
@@ -45,7 +45,7 @@ class LossSums:
 def clipped_surrogate(
     log_ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective, negated, [T], and where the clipped branch is the one taken, bool [T].
+    """PPO's clipped objective, negated, [T], and where its clipped branch is taken, bool [T].
 
     Source: Schulman et al. 2017, eq. 7, with one bound for each side.
     """
@@ -56,9 +56,10 @@ def clipped_surrogate(
 
 
 def k3_kl(logp_T: Tensor, reference_logp_T: Tensor) -> Tensor:
-    """KL(policy || reference) per token, estimated as exp(d) - d - 1 with d = reference - policy, [T].
+    """KL(policy || reference) per token, [T]: exp(d) - d - 1 with d = reference - policy.
 
-    Source: Schulman 2020, "Approximating KL divergence", k3: unbiased under the policy, never negative.
+    Source: Schulman 2020, "Approximating KL divergence", k3: unbiased under the policy, never
+    negative.
     """
     difference_T = reference_logp_T - logp_T
     return difference_T.exp() - difference_T - 1
@@ -76,7 +77,8 @@ def policy_loss(
 ) -> LossSums:
     """Sums over the loss tokens; divide `total` by the minibatch's number of them to get the loss.
 
-    Raises ShapeError where the inputs differ in shape, or where the KL has a weight and no reference.
+    Raises ShapeError where the inputs differ in shape, or where the KL has a weight and no
+    reference.
     """
     given = [logp_T, entropy_T, old_logp_T, advantage_T, loss_mask_T]
     given += [] if reference_logp_T is None else [reference_logp_T]

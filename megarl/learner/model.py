@@ -1,8 +1,8 @@
-"""The policy in Megatron-Core: a GPTModel of the right shape on each rank, and its starting weights.
+"""The policy in Megatron-Core: a GPTModel of the right shape on each rank, and its first weights.
 
-Owns the translation of a ModelShape and the settings to Megatron's own configuration, and the reading of
-a Hugging Face checkpoint into the ranks. Knows nothing of losses, batches or optimizers. Import it after
-`megatron_cpu.install()`.
+Owns the translation of a ModelShape and the settings to Megatron's own configuration, and the
+reading of a Hugging Face checkpoint into the ranks. Knows nothing of losses, batches or optimizers.
+Import it after `megatron_cpu.install()`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
 from megarl.actor.parameters import parameter_table
 from megarl.actor.shape import ModelShape
 from megarl.compat import megatron_cpu
@@ -28,15 +38,6 @@ from megarl.reshard.files import checkpoint_files, checkpoint_layout, map_tensor
 from megarl.reshard.layout import Layout
 from megarl.reshard.megatron import megatron_rank, padded_vocab_size
 from megarl.reshard.plan import make_plan
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -44,8 +45,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def transformer_config(shape: ModelShape, learner: LearnerConfig, ranks: Ranks) -> Any:
     """Megatron's TransformerConfig of this policy, layout and precision.
 
-    Raises ConfigError where `learner.transformer_config` names a field that Megatron does not have, or
-    one that megarl sets itself.
+    Raises ConfigError where `learner.transformer_config` names a field that Megatron does not have,
+    or one that megarl sets itself.
     """
     dtype = DTYPES[learner.precision.params]
     ours: dict[str, Any] = {
@@ -98,7 +99,7 @@ def _violations(extra: Mapping[str, object], ours: Mapping[str, object]) -> list
             violations.append(f"{setting}: Megatron's TransformerConfig has no such field; {hint}")
         elif name in ours:
             violations.append(
-                f"{setting}: megarl sets this field from the model and the other settings; remove it"
+                f"{setting}: megarl sets this field from the model and other settings; remove it"
             )
         elif name in ("fp8", "fp4") and not has_transformer_engine():
             violations.append(
@@ -121,8 +122,9 @@ def sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **groups: 
 def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks) -> Any:
     """This rank's GPTModel inside Megatron's DistributedDataParallel, all weights zero.
 
-    Parameters live in one buffer for the distributed optimizer. Gradients are summed over data-parallel
-    ranks, in fp32. Raises ConfigError and LayoutError as `transformer_config` and the layout do.
+    Parameters live in one buffer for the distributed optimizer. Gradients are summed over
+    data-parallel ranks, in fp32. Raises ConfigError and LayoutError as `transformer_config` and the
+    layout do.
     """
     rank_layout = megatron_rank(shape, ranks.mesh, ranks.rank)
     config = transformer_config(shape, learner, ranks)
@@ -148,8 +150,8 @@ def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks) -> Any:
     if found != expected:
         differing = sorted(set(found.items()) ^ set(expected.items()))
         raise LayoutError(
-            f"Megatron's model and its layout differ on rank {ranks.rank}, first in {differing[0]}; "
-            "this Megatron-Core is another version than the layout is for"
+            f"Megatron's model and its layout differ on rank {ranks.rank}, first in "
+            f"{differing[0]}; this Megatron-Core is another version than the layout is for"
         )
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -198,8 +200,8 @@ def load_checkpoint(
 ) -> None:
     """Read this rank's part of the Hugging Face checkpoint into `weights` (by Megatron's names).
 
-    Only the slices that this rank holds are read. Numbers are converted to the weights' type; elements
-    of no parameter become zero. Raises ModelError where the checkpoint is not whole.
+    Only the slices that this rank holds are read. Numbers are converted to the weights' type;
+    elements of no parameter become zero. Raises ModelError where the checkpoint is not whole.
     """
     layout = megatron_rank(shape, ranks.mesh, ranks.rank)
     source = checkpoint_layout(model_dir, parameter_table(shape))

@@ -1,4 +1,4 @@
-"""AdamW on Megatron's distributed optimizer: its settings, warm-up, clipping, and what is never applied.
+"""AdamW on Megatron's distributed optimizer: settings, warm-up, clipping, and what it refuses.
 
 Owns the update. Knows nothing of losses, batches or checkpoints. Import it after
 `megatron_cpu.install()`.
@@ -10,10 +10,11 @@ import math
 from typing import Any
 
 import torch
-from megarl.config.schema import OptimizerConfig
-from megarl.errors import LearnerError
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+
+from megarl.config.schema import OptimizerConfig
+from megarl.errors import LearnerError
 
 
 class WarmUp:
@@ -74,15 +75,15 @@ class Optimizer:
     def step(self) -> dict[str, float]:
         """Clip and apply the gradients. Returns grad_norm (before clipping, global) and lr.
 
-        Collective over all ranks. Raises LearnerError, on every rank and with the weights unchanged,
-        where the norm is not finite.
+        Collective over all ranks. Raises LearnerError, on every rank and with the weights
+        unchanged, where the norm is not finite.
         """
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):
             raise LearnerError(
-                f"the gradient norm is {norm}; the weights were not changed. Look at the loss and the "
-                "log-prob mismatch of this step; resume from the last checkpoint with a lower "
+                f"the gradient norm is {norm}; the weights were not changed. Look at the loss and "
+                "the log-prob mismatch of this step; resume from the last checkpoint with a lower "
                 "learner.optimizer.lr"
             )
         lr = self.warm_up.next()

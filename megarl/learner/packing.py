@@ -1,15 +1,18 @@
 """Samples to packed microbatches: token ids, targets, masks and log-probs in one row of T tokens.
 
-Owns the packed form and the way back to samples. Reads group files; knows nothing of models or losses.
+Owns the packed form and the way back to samples. Reads group files; knows nothing of models or
+losses.
 
-Everything per token stands at the *predicting* position: entry t speaks of token t + 1 of its sequence.
-T packed tokens, padded to one length in a whole minibatch; K sequences, the padding among them.
+Everything per token stands at the *predicting* position: entry t speaks of token t + 1 of its
+sequence. T packed tokens, padded to one length in a whole minibatch; K sequences, the padding among
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,12 +61,11 @@ class PackedMicrobatch:
 
     def to(self, device: torch.device) -> PackedMicrobatch:
         """This microbatch with its tensors on `device`."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-        return PackedMicrobatch(**moved)
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = value.to(device, non_blocking=True)
+        return PackedMicrobatch(**values)
 
 
 def aligned_length(num_tokens: int, multiple: int) -> int:
@@ -125,14 +127,15 @@ def pack(rows: Sequence[tuple[SampleTokens, float]], length: int) -> PackedMicro
 def check_plan(plan: MinibatchPlan, data_parallel: int) -> None:
     """Prove that the schedule fits this learner, the same way on every rank.
 
-    Raises ShapeError where data-parallel ranks differ in their number of microbatches (collectives would
-    hang), where the number of ranks differs, or where loss tokens do not add up to the denominator.
+    Raises ShapeError where data-parallel ranks differ in their number of microbatches (collectives
+    would hang), where the number of ranks differs, or where loss tokens do not add up to the
+    denominator.
     """
     counts = [len(microbatches) for microbatches in plan.schedule]
     if len(counts) != data_parallel or len(set(counts)) != 1 or counts[0] == 0:
         raise ShapeError(
-            f"the schedule has microbatches {counts}; the learner has {data_parallel} data-parallel "
-            "ranks, and each needs the same number, at least one"
+            f"the schedule has microbatches {counts}; the learner has {data_parallel} "
+            "data-parallel ranks, and each needs the same number, at least one"
         )
     refs = [ref for rank in plan.schedule for microbatch in rank for ref in microbatch]
     num_loss_tokens = sum(ref.num_loss_tokens for ref in refs)
@@ -148,8 +151,8 @@ def pack_minibatch(
 ) -> tuple[list[PackedMicrobatch], int]:
     """This data-parallel rank's microbatches, all of one length (also returned), from group files.
 
-    The length is the same on every rank: the plan's, rounded up to `multiple`. Raises DataError where a
-    group file is missing or broken, ShapeError where it and the schedule disagree.
+    The length is the same on every rank: the plan's, rounded up to `multiple`. Raises DataError
+    where a group file is missing or broken, ShapeError where it and the schedule disagree.
     """
     length = aligned_length(plan.microbatch_tokens, multiple)
     groups: dict[str, GroupTokens] = {}
@@ -167,10 +170,11 @@ def pack_sequences(
     dp_rank: int,
     multiple: int,
 ) -> tuple[list[PackedMicrobatch], int]:
-    """This rank's share of (prompt, response) pairs, in order, by a token budget; keys are their indices.
+    """This rank's share of (prompt, response) pairs, in order, by a token budget.
 
-    Every rank gets the same number of microbatches. Returns them and their one length. Raises ShapeError
-    where a sequence is longer than the budget or has no prompt.
+    Segments are keyed by the pairs' indices. Every rank gets the same number of microbatches.
+    Returns them and their one length. Raises ShapeError where a sequence is longer than the budget
+    or has no prompt.
     """
     bins: list[list[int]] = []
     room = 0
@@ -178,8 +182,8 @@ def pack_sequences(
         size = len(prompt) + len(response)
         if size > max_tokens or not prompt:
             raise ShapeError(
-                f"sequence {index} has {len(prompt)} prompt and {size} tokens; it needs a prompt, and at "
-                f"most learner.max_tokens_per_microbatch={max_tokens} tokens"
+                f"sequence {index} has {len(prompt)} prompt and {size} tokens; it needs a prompt, "
+                f"and at most learner.max_tokens_per_microbatch={max_tokens} tokens"
             )
         if size > room:
             bins.append([])
@@ -211,8 +215,9 @@ def _read(ref: SampleRef, groups: dict[str, GroupTokens]) -> SampleTokens:
     found = (sample.sample_id, len(sample.tokens), int(np.count_nonzero(sample.loss_mask)))
     if found != (ref.sample_id, ref.num_tokens, ref.num_loss_tokens):
         raise ShapeError(
-            f"{ref.path} row {ref.index}: (sample, tokens, loss tokens) is {found}, the schedule says "
-            f"{(ref.sample_id, ref.num_tokens, ref.num_loss_tokens)}; the file belongs to another run"
+            f"{ref.path} row {ref.index}: (sample, tokens, loss tokens) is {found}, the schedule "
+            f"says {(ref.sample_id, ref.num_tokens, ref.num_loss_tokens)}; the file belongs to "
+            "another run"
         )
     return sample
 

@@ -1,4 +1,4 @@
-"""Forward and backward passes of packed microbatches through Megatron's schedule, for any TP x PP x DP.
+"""Forward and backward passes of packed microbatches through Megatron's schedules.
 
 Owns the way from microbatches to log-probs, to loss sums and to gradients. Knows nothing of files,
 optimizers or verbs. Import it after `megatron_cpu.install()`.
@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
 from megarl.learner.distributed import Ranks
 from megarl.learner.logprobs import vocab_parallel_logprobs
 from megarl.learner.loss import LossWeights, policy_loss
 from megarl.learner.packing import PackedMicrobatch
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,10 @@ class Scores:
 def forward_logprobs(
     policy: Policy, microbatches: Sequence[PackedMicrobatch], length: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """(logp_T, entropy_T) of each microbatch, fp32, on the last pipeline stage; empty on the others.
+    """(logp_T, entropy_T) of each microbatch, fp32; on the last pipeline stage, else empty.
 
-    Collective over the tensor and pipeline ranks of one data-parallel rank. Uses whatever weights the
-    model holds now, and leaves no gradient.
+    Collective over the tensor and pipeline ranks of one data-parallel rank. Uses whatever weights
+    the model holds now, and leaves no gradient.
     """
 
     def collect(
@@ -84,10 +85,10 @@ def accumulate_gradients(
 ) -> Tensor:
     """Add d(loss)/d(weights) of the whole minibatch to the gradients, reduced over all ranks.
 
-    Returns the loss sums of this rank's microbatches (`LossSums.stacked`, float64), zeros but on the last
-    pipeline stage. `num_loss_tokens` is the minibatch's, over all ranks. Collective over all ranks.
-    Gradients end in this rank's shard of the distributed optimizer; with `all_reduce`, whole on every
-    data-parallel rank.
+    Returns the loss sums of this rank's microbatches (`LossSums.stacked`, float64), zeros but on
+    the last pipeline stage. `num_loss_tokens` is the minibatch's, over all ranks. Collective over
+    all ranks. Gradients end in this rank's shard of the distributed optimizer; with `all_reduce`,
+    whole on every data-parallel rank.
     """
 
     def loss(
@@ -122,7 +123,8 @@ def _run(
 ) -> list[Any]:
     """Megatron's schedule over `microbatches`; what `on_logits` gave for each, on the last stage.
 
-    `length` is the packed length of every microbatch on every rank: pipeline stages send fixed shapes.
+    `length` is the packed length of every microbatch on every rank: pipeline stages send fixed
+    shapes.
     """
 
     def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:

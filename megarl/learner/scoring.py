@@ -1,7 +1,7 @@
-"""What a rollout batch's samples are compared with: log-probs kept from before the first optimizer step.
+"""What a batch is compared with: log-probs kept from before its first optimizer step.
 
-Owns the table of kept log-probs and the mismatch between learner and rollout engine. Knows nothing of
-models or files. T packed tokens; log-probs in nats.
+Owns the table of kept log-probs and the mismatch between learner and rollout engine. Knows nothing
+of models or files. T packed tokens; log-probs in nats.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ class ReferencePolicy(Protocol):
     """The frozen policy. Made from the learner's live weights, by local name, at the start."""
 
     def applied(self) -> AbstractContextManager[None]:
-        """While open, the learner's live weights hold the reference's numbers; afterwards the policy's
-        again, bit for bit. The tensors' storage must stay where it is."""
+        """While open, the live weights hold the reference's numbers; then the policy's again.
+
+        Bit for bit; the tensors' storage stays where it is.
+        """
         ...
 
 
@@ -107,8 +109,8 @@ class Mismatch:
 def passes_needed(batch: Batch, keep: bool) -> list[tuple[MinibatchPlan, frozenset[str]]]:
     """The minibatches to score, each with the samples in it that were counted before.
 
-    Later epochs repeat samples: without `keep` they need no pass; with it, a minibatch needs one where
-    a sample of it has moved to a data-parallel rank that does not hold its log-probs yet.
+    Later epochs repeat samples: without `keep` they need no pass; with it, a minibatch needs one
+    where a sample of it has moved to a data-parallel rank that does not hold its log-probs yet.
     """
     counted: set[str] = set()
     held: set[tuple[int, str]] = set()
