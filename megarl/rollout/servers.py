@@ -141,8 +141,8 @@ class ServerPool:
     async def acquire(self, version: int, num_samples: int = 1) -> AsyncIterator[ServerEndpoint]:
         """The least loaded server that is routable at `version`, loaded with `num_samples` inside.
 
-        Waits for one. Raises RolloutError where none can come: a server failed for good, all
-        refused the version, or the time of a start and a sync has passed.
+        Waits for one: a server that refused a version may be synced again or restarted. Raises
+        RolloutError where a server failed for good, or the time of a start and a sync has passed.
         """
         limit_s = self._config.deadline.server_start_s + self._config.deadline.sync_s
         try:
@@ -178,11 +178,6 @@ class ServerPool:
     def _candidates(self, version: int) -> list[Server]:
         if self._failure is not None:
             raise self._failure
-        if all(server.is_alive and server.refusal for server in self._servers):
-            raise RolloutError(
-                f"no server is routable at version {version}: {described(self._servers)}; "
-                "nothing is sampled from weights that were not proved"
-            )
         return [s for s in self._servers if s.state == "routable" and s.version == version]
 
     async def _resolve_doubt(self, server: Server, version: int) -> None:
