@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -291,6 +293,15 @@ def test_arena_is_mapped_once_and_the_old_one_is_dropped(simple: Rig) -> None:
     assert simple.differences(simple.receive(simple.messages(6, generation=1))) == []
     after = mapped()
     assert len(after) == len(before) and all("_g1_" in name for name in after)
+
+
+def test_receiver_imports_no_engine_and_sender_no_sglang() -> None:
+    code = (
+        "import sys, megarl.weight_sync.receiver, megarl.weight_sync.session;"
+        "sys.exit(', '.join({'megatron', 'sglang', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
 
 
 def test_control_message_survives_its_way_through_a_payload(simple: Rig) -> None:
