@@ -28,6 +28,7 @@ class Publisher:
         self._metrics = metrics
         self._lock = asyncio.Lock()
         self._version: int | None = None  # None while the weights are between two versions
+        self._has_worked = False
         servers.on_restart = self.rejoin
 
     def leave_version(self) -> None:
@@ -37,21 +38,24 @@ class Publisher:
     async def publish(self, version: int) -> dict[str, float | int]:
         """Send `version` to every living server and make those routable that proved it.
 
-        Raises WeightSyncError where none did; one that refused twice is started anew.
+        One that refused twice is started anew, and rejoins. Raises WeightSyncError where none
+        proved the first version of all: what has never worked is not mended by restarts.
         """
         async with self._lock:
             report = await self._publish(version, self._servers.endpoints())
             self._version = version
-        if not any(server.verified for server in report.servers) and report.servers:
+        proved = sum(server.verified for server in report.servers)
+        if report.servers and not proved and not self._has_worked:
             reasons = "; ".join(f"{s.server}: {s.error}" for s in report.servers)
             raise WeightSyncError(
                 f"version {version} was proved by none of {len(report.servers)} servers "
                 f"({reasons}); nothing was sampled from it. See the servers' logs in the run folder"
             )
+        self._has_worked = self._has_worked or proved > 0
         return {
             "weight_sync/bytes": report.moved_bytes,
             "weight_sync/minimum_bytes": report.minimum_bytes,
-            "weight_sync/verified_servers": sum(server.verified for server in report.servers),
+            "weight_sync/verified_servers": proved,
         }
 
     async def rejoin(self, endpoint: ServerEndpoint) -> None:

@@ -95,7 +95,22 @@ def test_server_that_refuses_twice_is_started_anew_and_the_run_goes_on(tmp_path:
     assert metrics["weight_sync/verified_servers"] == 1
 
 
-def test_version_that_no_server_proved_ends_the_run_with_the_reasons(tmp_path: Path) -> None:
+def test_only_server_that_fails_later_is_started_anew_and_the_run_goes_on(tmp_path: Path) -> None:
+    learner, servers = Learner(), Servers("a")
+
+    async def play() -> None:
+        stage = publisher(learner, servers, tmp_path)
+        await stage.publish(3)
+        learner.refusals["a"] = 2
+        assert (await stage.publish(4))["weight_sync/verified_servers"] == 0
+        assert servers.restarted == ["a"]
+        await stage.rejoin(servers.alive[0])
+
+    asyncio.run(play())
+    assert servers.verified == [("a", 3), ("a", 4)]
+
+
+def test_first_version_that_no_server_proved_ends_the_run_with_the_reasons(tmp_path: Path) -> None:
     learner, servers = Learner(a=9), Servers("a")
     with pytest.raises(WeightSyncError, match=r"version 3 was proved by none.*checksums differ"):
         asyncio.run(publisher(learner, servers, tmp_path).publish(3))
