@@ -23,6 +23,8 @@ from megarl.buffer.groupfile import GroupTokens, SampleTokens, read_group
 from megarl.errors import ShapeError
 from megarl.types import MinibatchPlan, SampleRef
 
+PADDING_TOKENS = 1024  # of one padding sequence at most: attention's cost is quadratic
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -47,7 +49,8 @@ class PackedMicrobatch:
     """What one forward pass of one data-parallel rank sees. Log-probs are in nats.
 
     tokens_T, targets_T, positions_T int64; loss_mask_T bool; behavior_logp_T, advantage_T float32;
-    cu_seqlens int32 [K + 1], the last sequence being the padding where there is any.
+    cu_seqlens int32 [K + 1], the last sequences being padding where there is any; the longest of
+    all has `longest` tokens.
     """
 
     tokens_T: Tensor
@@ -57,6 +60,7 @@ class PackedMicrobatch:
     behavior_logp_T: Tensor
     advantage_T: Tensor
     cu_seqlens: Tensor
+    longest: int
     segments: tuple[Segment, ...]
 
     def to(self, device: torch.device) -> PackedMicrobatch:
@@ -110,7 +114,8 @@ def pack(rows: Sequence[tuple[SampleTokens, float]], length: int) -> PackedMicro
         segments.append(Segment(sample.sample_id, start, end - start, sample.prompt_length))
         start = end
     ends = [segment.start + segment.length for segment in segments]
-    cu_seqlens = np.array([0, *ends] + [length] * (start < length), np.int32)
+    padding = [*range(start + PADDING_TOKENS, length, PADDING_TOKENS), length]
+    cu_seqlens = np.array([0, *ends, *(padding if start < length else ())], np.int32)
     positions = np.arange(length) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
     return PackedMicrobatch(
         tokens_T=torch.from_numpy(tokens),
@@ -120,6 +125,7 @@ def pack(rows: Sequence[tuple[SampleTokens, float]], length: int) -> PackedMicro
         behavior_logp_T=torch.from_numpy(behavior),
         advantage_T=torch.from_numpy(advantages),
         cu_seqlens=torch.from_numpy(cu_seqlens),
+        longest=int(np.diff(cu_seqlens).max()),
         segments=tuple(segments),
     )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from megarl.learner.distributed import Ranks
 from megarl.learner.logprobs import vocab_parallel_logprobs
 from megarl.learner.loss import LossWeights, policy_loss
-from megarl.learner.packing import PackedMicrobatch
+from megarl.learner.packing import PackedMicrobatch, aligned_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _run(
             input_ids=microbatch.tokens_T[None],
             position_ids=microbatch.positions_T[None],
             attention_mask=None,
-            packed_seq_params=_packed_params(microbatch, length),
+            packed_seq_params=_packed_params(microbatch),
         )
         return output, partial(on_logits, microbatch, index)
 
@@ -152,12 +152,12 @@ def _run(
     return results if policy.ranks.is_last_stage else []
 
 
-def _packed_params(microbatch: PackedMicrobatch, length: int) -> Any:
-    # One maximum for all microbatches: the RoPE table is computed once per length.
+def _packed_params(microbatch: PackedMicrobatch) -> Any:
+    longest = aligned_length(microbatch.longest, 128)  # RoPE tables are cached by this number
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=microbatch.cu_seqlens,
         cu_seqlens_kv=microbatch.cu_seqlens,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )

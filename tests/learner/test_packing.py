@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.errors import DataError, ShapeError
-from megarl.learner.packing import check_plan, pack_minibatch, pack_sequences
+from megarl.learner.packing import PADDING_TOKENS, check_plan, pack_minibatch, pack_sequences
 from megarl.types import MinibatchPlan, Sample, SampleRef
 from tests.learner import recorded
 
@@ -75,6 +75,13 @@ def test_an_empty_microbatch_is_padding_without_weight(
     assert empty.segments == ()
     assert not empty.loss_mask_T.any()
     assert empty.cu_seqlens.tolist() == [0, len(empty.tokens_T)]
+
+
+def test_long_padding_is_cut_into_short_sequences() -> None:
+    (one,), _ = pack_sequences([((1,), (2, 3))], 8, 1, 0, 3 * PADDING_TOKENS)
+    assert one.cu_seqlens.tolist() == [0, 3, 1027, 2051, 3 * PADDING_TOKENS]
+    assert one.longest == PADDING_TOKENS
+    assert (one.positions_T < PADDING_TOKENS).all()
 
 
 def test_sequences_are_packed_by_budget_with_as_many_microbatches_on_every_rank() -> None:

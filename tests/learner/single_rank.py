@@ -1,0 +1,130 @@
+"""One learner of one rank, asked for what only a running Megatron shows. Prints one JSON object.
+
+Arguments: the model folder and a folder to write in. Several learners follow each other here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.schema import Config
+from megarl.errors import MegarlError
+from megarl.learner.learner import Learner
+from megarl.types import Batch, MinibatchPlan
+from tests.learner import recorded, tiny_models
+
+MODEL, FOLDER = sys.argv[1], Path(sys.argv[2])
+
+
+def learner(**settings: Any) -> Learner:
+    """A learner in fp32 with these settings of the `learner` group."""
+    given = {"precision": {"params": "fp32"}, **settings}
+    return Learner(Config.model_validate({"actor": {"model": MODEL}, "learner": given}), FOLDER)
+
+
+def refusal(work: Any) -> str:
+    """What the error of `work()` says; its type first."""
+    try:
+        work()
+    except MegarlError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def weights(of: Learner) -> torch.Tensor:
+    """All parameters in one row."""
+    return torch.cat([weight.flatten().clone() for weight in of.weights.values()])
+
+
+def refused_fields() -> dict[str, str]:
+    """What `learner.transformer_config` must not hold."""
+    fields: dict[str, Any] = {"recompute_granularty": "full", "num_layers": 3, "fp8": "hybrid"}
+    return {
+        name: refusal(lambda one=value, field=name: learner(transformer_config={field: one}))
+        for name, value in fields.items()
+    }
+
+
+def not_a_number(plan: MinibatchPlan) -> dict[str, Any]:
+    """A step whose gradient is not finite."""
+    one = learner(optimizer={"lr": 1e-2})
+    one.weights["decoder.final_layernorm.weight"][0] = math.nan
+    before = weights(one)
+    told = refusal(lambda: one.step(plan))
+    return {"told": told, "unchanged": torch.equal(before.nan_to_num(), weights(one).nan_to_num())}
+
+
+def warmed_up(plan: MinibatchPlan) -> dict[str, Any]:
+    """Learning rates of four steps with a warm-up of three, and the same run again."""
+    runs = []
+    for _ in range(2):
+        one = learner(optimizer={"lr": 3e-4, "warmup_steps": 3})
+        metrics = [one.step(plan) for _ in range(4)]
+        runs.append((metrics, weights(one)))
+    (metrics, first), (again, second) = runs
+    return {
+        "lr": [each["lr"] for each in metrics],
+        "loss": [each["loss/total"] for each in metrics],
+        "same": metrics == again and torch.equal(first, second),
+    }
+
+
+def still(plan: MinibatchPlan) -> bool:
+    """Whether a learning rate of 0 leaves every weight as it is."""
+    one = learner(optimizer={"lr": 0.0, "weight_decay": 0.1})
+    before = weights(one)
+    one.step(plan)
+    return torch.equal(before, weights(one))
+
+
+def in_bf16(plan: MinibatchPlan, sequences: Any) -> dict[str, Any]:
+    """Log-probs, types and two steps in bf16."""
+    one = learner(precision={"params": "bf16"}, optimizer={"lr": 1e-3})
+    answers = {
+        "logprobs": one.logprobs(sequences),
+        "types": sorted({str(weight.dtype) for weight in one.weights.values()}),
+        "losses": [one.step(plan)["loss/total"] for _ in range(2)],
+    }
+    return answers
+
+
+def main() -> None:
+    """Everything, in one process."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=0, world_size=1)
+    plain = learner()
+
+    def true_logprobs(sample: Any) -> list[float]:
+        return plain.logprobs([(sample.prompt_ids, sample.response_ids)])[0]
+
+    made = recorded.record(FOLDER / "groups", tiny_models.VOCAB_SIZE, true_logprobs)
+    sequences = [(sample.prompt_ids, sample.response_ids) for sample, _ in made]
+    plan = recorded.plan([ref for _, ref in made], 1)
+    two_ranks = recorded.plan([ref for _, ref in made], 2)
+    epochs = Batch(0, (plan, plan), 0, 7)
+    answers = {
+        "fields": refused_fields(),
+        "one epoch": plain.score(Batch(0, (plan,), 0, 7)),
+        "two epochs": plain.score(epochs),
+        "no sample": plain.score(Batch(0, (), 0, 0)),
+        "no sequence": plain.logprobs([]),
+        "fp32 logprobs": plain.logprobs(sequences),
+        "two ranks": refusal(lambda: plain.step(two_ranks)),
+        "processes": refusal(lambda: learner(parallel={"tp": 2})),
+        "not a number": not_a_number(plan),
+        "warm-up": warmed_up(plan),
+        "still": still(plan),
+        "bf16": in_bf16(plan, sequences),
+    }
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The learner on one rank of a real Megatron-Core: what it refuses, keeps and repeats."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.learner import tiny_models
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process of `single_rank.py` found."""
+    folder = tmp_path_factory.mktemp("single")
+    tiny_models.make("qwen3", folder / "model")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.learner.single_rank", str(folder / "model"), str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_unknown_transformer_field_is_refused_with_the_nearest(answers: dict[str, Any]) -> None:
+    told = answers["fields"]["recompute_granularty"]
+    assert told.startswith("ConfigError: learner.transformer_config.recompute_granularty")
+    assert "recompute_granularity" in told
+
+
+def test_transformer_field_that_megarl_sets_is_refused(answers: dict[str, Any]) -> None:
+    assert "megarl sets this field" in answers["fields"]["num_layers"]
+
+
+def test_fp8_without_transformer_engine_is_refused(answers: dict[str, Any]) -> None:
+    assert "silently run without it" in answers["fields"]["fp8"]
+
+
+def test_mesh_of_another_size_than_the_processes_is_refused(answers: dict[str, Any]) -> None:
+    assert "1 processes, but tp=2" in answers["processes"]
+
+
+def test_schedule_for_another_number_of_ranks_is_refused(answers: dict[str, Any]) -> None:
+    assert answers["two ranks"].startswith("ShapeError: the schedule has microbatches [3, 3]")
+
+
+def test_gradient_that_is_not_finite_is_refused_before_the_update(answers: dict[str, Any]) -> None:
+    assert answers["not a number"]["told"].startswith("LearnerError: the gradient norm is nan")
+    assert answers["not a number"]["unchanged"]
+
+
+def test_learning_rate_warms_up_and_the_loss_falls(answers: dict[str, Any]) -> None:
+    found = answers["warm-up"]
+    assert found["lr"] == pytest.approx([1e-4, 2e-4, 3e-4, 3e-4])
+    assert found["loss"] == sorted(found["loss"], reverse=True)
+
+
+def test_same_run_again_gives_the_same_bits(answers: dict[str, Any]) -> None:
+    assert answers["warm-up"]["same"]
+
+
+def test_learning_rate_of_zero_changes_no_weight(answers: dict[str, Any]) -> None:
+    assert answers["still"]
+
+
+def test_second_epoch_does_not_change_the_mismatch(answers: dict[str, Any]) -> None:
+    assert answers["two epochs"] == answers["one epoch"]
+    assert answers["one epoch"]["mismatch/mean_abs_logprob"] > 0.05
+
+
+def test_nothing_to_score_is_no_mismatch(answers: dict[str, Any]) -> None:
+    assert set(answers["no sample"].values()) == {0.0}
+    assert answers["no sequence"] == []
+
+
+def test_bf16_is_near_fp32_and_learns(answers: dict[str, Any]) -> None:
+    found = answers["bf16"]
+    assert found["types"] == ["torch.bfloat16"]
+    pairs = zip(found["logprobs"], answers["fp32 logprobs"], strict=True)
+    differences = [abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)]
+    assert 0 < sum(differences) / len(differences) < 0.05
+    assert found["losses"][1] < found["losses"][0]
