@@ -67,7 +67,7 @@ class Receiver:
         """Carry out one sync and say how it went. Raises nothing but what ends a process."""
         try:
             return self._sync(model, message)
-        except Exception as error:  # noqa: BLE001 - said in the acknowledgement; raising ends the server
+        except Exception as error:  # noqa: BLE001 - raising ends the server
             log.warning("weight sync refused stamp=%s error=%s", message.stamp, error)
             text = str(error) if isinstance(error, WeightSyncError) else repr(error)
             return Ack(message.token, False, text, host=socket.gethostname(), pid=os.getpid())

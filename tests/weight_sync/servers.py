@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 from safetensors.torch import save_file
 
+from megarl.launch import cleanup
 from megarl.types import ServerEndpoint
 from megarl.weight_sync.control import LOAD_FORMAT
 from tests.weight_sync import tiny
@@ -157,7 +159,13 @@ class RealServer:
         )
 
     def kill(self) -> None:
-        """End the server and all its processes at once."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        """End all its processes at once, and remove what SGLang leaves in /dev/shm."""
+        if self.process.poll() is not None:
+            return
+        main = psutil.Process(self.process.pid)
+        family = [main, *main.children(recursive=True)]
+        files = cleanup.used_by(process.pid for process in family)
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        psutil.wait_procs(family, timeout=10)
+        cleanup.sweep(files)
