@@ -37,7 +37,7 @@ def adopt_orphans() -> None:
 def leave(status: int) -> NoReturn:
     """End this process now, with its output written.
 
-    Tearing down an interpreter with torch in it takes seconds, and after a failure the destructors of
+    Tearing down an interpreter with torch in it takes seconds, and after a failure destructors of
     process groups would wait for ranks that are gone.
     """
     sys.stdout.flush()

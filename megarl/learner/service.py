@@ -114,7 +114,7 @@ def first_causes(failures: Sequence[RankError]) -> tuple[RankError, ...]:
 
 
 def serve(config: Config, run_dir: Path, build: Build) -> NoReturn:
-    """Build the learner and serve until `shutdown`. Ends the process: status 1 on any error, else 0."""
+    """Build the learner, serve until `shutdown`, end the process: status 1 on any error, else 0."""
     rank = int(os.environ["RANK"])
     phases = PhaseFile(run_dir / "logs", rank)
     phases.begin("start", 0)
