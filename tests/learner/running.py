@@ -37,15 +37,21 @@ learner_gpus = {gpus}
 class RunningLearner:
     """One launcher and its ranks. `pids` are those of the ranks, once they are ready."""
 
-    def __init__(self, run_dir: Path, config: str, module: str = "megarl.learner.ranks") -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: str,
+        module: str = "megarl.learner.ranks",
+        options: tuple[str, ...] = (),
+    ) -> None:
         self.run_dir, self.failure_file = run_dir, run_dir / "logs" / "learner-failure.json"
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.toml").write_text(config)
         self.log = run_dir / "launcher.log"
-        options = ["--config", str(run_dir / "config.toml"), "--run-dir", str(run_dir)]
+        paths = ("--config", str(run_dir / "config.toml"), "--run-dir", str(run_dir))
         with open(self.log, "ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *options],
+                [sys.executable, "-m", module, *paths, *options],
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,

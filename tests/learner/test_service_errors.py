@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -24,9 +25,9 @@ def batch(version: int) -> Batch:
 def toy(tmp_path: Path):
     started: list[RunningLearner] = []
 
-    def start(more: str = "") -> RunningLearner:
+    def start(more: str = "", options: tuple[str, ...] = ()) -> RunningLearner:
         running = RunningLearner(
-            tmp_path / "run", config_text(more=more), "tests.learner.toy_ranks"
+            tmp_path / "run", config_text(more=more), "tests.learner.toy_ranks", options
         )
         started.append(running)
         return running
@@ -128,3 +129,23 @@ def test_rank_that_dies_while_starting_is_named(toy, monkeypatch) -> None:
     running = toy()
     failure = running.failure(60)
     assert (failure["rank"], failure["exitcode"]) == (1, 9)
+
+
+async def test_two_nodes_share_one_learner_and_the_cause_is_named_wherever_it_was(toy) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = [
+        toy(options=("--nnodes", "2", "--node-rank", str(k), "--rdzv", f"127.0.0.1:{port}"))
+        for k in range(2)
+    ]
+    async with nodes[0].client() as client:
+        nodes[1].look()
+        assert (await client.score(batch(0)))["mismatch/mean_ratio"] == 2.0
+        pid = nodes[0].rank_pid(1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(LearnerError, match=rf"info: learner rank 1 .*pid {pid}.*SIGKILL"):
+            await client.info()
+    for node in nodes:
+        assert node.process.wait(10) == 1
+        assert not node.left()
