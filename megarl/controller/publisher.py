@@ -87,7 +87,7 @@ class Publisher:
             report = merged(report, again)
         for server in report.servers:
             if not server.verified:
-                self._servers.restart(server.server)
+                self._servers.restart(server.server, server.incarnation)
         return report
 
     def _refused(self, report: SyncReport) -> None:

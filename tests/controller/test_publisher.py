@@ -54,7 +54,8 @@ class Servers:
     def mark_verified(self, report: SyncReport) -> None:
         self.verified += [(s.server, report.version) for s in report.servers if s.verified]
 
-    def restart(self, name: str) -> None:
+    def restart(self, name: str, incarnation: int) -> None:
+        assert incarnation == 0
         self.restarted.append(name)
 
 
