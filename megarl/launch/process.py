@@ -28,20 +28,20 @@ KILL_ROUNDS_S = 5.0  # SIGKILL takes milliseconds; longer only in uninterruptibl
 
 @dataclass(frozen=True, slots=True)
 class Proc:
-    """One living process. The kernel reuses pids; `started_ticks` (after boot) tells two apart."""
+    """One process. The kernel reuses pids; `started_ticks` (after boot) tells two apart."""
 
     pid: int
     parent: int
     started_ticks: int
-    state: str
+    has_ended: bool
 
 
 def processes() -> dict[int, Proc]:
-    """Every process of this node that has not ended, by pid. Zombies have ended."""
+    """Every process of this node by pid, with those that have ended but were not waited for yet."""
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            proc = read_process(int(entry))
+            proc = _read(int(entry))
             if proc is not None:
                 found[proc.pid] = proc
     return found
@@ -49,21 +49,26 @@ def processes() -> dict[int, Proc]:
 
 def read_process(pid: int) -> Proc | None:
     """The process `pid`, or None where it has ended."""
+    proc = _read(pid)
+    return None if proc is None or proc.has_ended else proc
+
+
+def _read(pid: int) -> Proc | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name before may hold anything; man 5 proc
-    if fields[0] in "ZX":
-        return None
-    return Proc(pid, int(fields[1]), int(fields[19]), fields[0])
+    # man 5 proc: 3 state, 4 parent, 20 threads, 22 start; the name, 2, may hold anything
+    fields = text[text.rindex(")") + 2 :].split()
+    # A zombie whose other threads are still being ended holds memory, and its children are its own.
+    has_ended = fields[0] in "ZX" and int(fields[17]) <= 1
+    return Proc(pid, int(fields[1]), int(fields[19]), has_ended)
 
 
 def descendants(pid: int) -> list[Proc]:
-    """All living processes below `pid`, parents before children, in whatever group or session."""
-    everyone = processes()
+    """All living processes below `pid`, in whatever group or session, parents first."""
     children: dict[int, list[Proc]] = {}
-    for proc in everyone.values():
+    for proc in processes().values():
         children.setdefault(proc.parent, []).append(proc)
     found: list[Proc] = []
     queue = [pid]
@@ -71,7 +76,7 @@ def descendants(pid: int) -> list[Proc]:
         below = children.get(queue.pop(0), [])
         found += below
         queue += [proc.pid for proc in below]
-    return found
+    return [proc for proc in found if not proc.has_ended]
 
 
 def signal_all(procs: Iterable[Proc], signum: int) -> None:

@@ -30,8 +30,9 @@ class Run:
         )
 
     def until_running(self) -> list[int]:
-        """The pids of everything below the controller, once the loop runs."""
-        until(lambda: (self.run_dir / "training").exists(), limit_s=20)
+        """The pids of all below the controller, once the loop runs: two wardens, two engines."""
+        until(lambda: (self.run_dir / "training").exists(), limit_s=30)
+        until(lambda: len(descendants(self.process.pid)) >= 4)
         return [proc.pid for proc in descendants(self.process.pid)]
 
     def end(self, limit_s: float) -> tuple[int, str]:
@@ -50,7 +51,6 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_run_and_everything_of_it(run: Run, signum: int) -> None:
     below = run.until_running()
-    assert len(below) >= 4  # two wardens with an engine each
     run.process.send_signal(signum)
     status, _ = run.end(limit_s=15)
     assert status == 128 + signum
@@ -64,7 +64,7 @@ def test_second_ctrl_c_ends_the_run_at_once(run: Run) -> None:
     run.process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     run.process.send_signal(signal.SIGINT)
-    status, _ = run.end(limit_s=2)
+    status, _ = run.end(limit_s=3)
     assert status == 130
     until(lambda: are_gone(below), limit_s=3)
 
