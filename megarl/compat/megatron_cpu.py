@@ -1,7 +1,8 @@
 """Megatron-Core without CUDA: the calls in which it names the CUDA device go to the CPU.
 
-Owns that redirection, and the care that torch's own AdamW needs in Megatron's checkpoints. None of
-Megatron's computation is replaced. Inert where CUDA is present. Knows nothing of megarl's learner.
+Owns that redirection, and the care that torch's own AdamW needs in Megatron's checkpoints. One
+computation of Megatron's is replaced, by an equal one: RoPE of packed sequences without a loop over
+them. Inert where CUDA is present. Knows nothing of megarl's learner.
 
 For: megatron-core 0.19.2 (private names are touched, so the version is exact). Ends when
 Megatron-Core takes its device from its configuration instead of the literal "cuda".
@@ -98,10 +99,23 @@ def _redirect_torch() -> None:
 
 
 def _redirect_megatron() -> None:
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
+    rotate = rope_utils._apply_rotary_pos_emb_bshd
+
+    def rotate_packed(
+        t: Any, cu_seqlens: Any, freqs: Any, *, cp_group: Any, **settings: Any
+    ) -> torch.Tensor:
+        assert cp_group.size() == 1, "packed RoPE on a CPU does not do context parallelism"
+        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
+        positions = torch.arange(len(t)) - starts
+        rotated: torch.Tensor = rotate(t.unsqueeze(1), freqs[positions], **settings)
+        return rotated.squeeze(1)
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate_packed
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 

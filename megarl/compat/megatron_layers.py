@@ -72,13 +72,26 @@ class CoreAttention(torch.nn.Module):
         assert pg_collection.cp.size() == 1, "this attention does not do context parallelism"
         self.scale = softmax_scale
 
-    def _attend(self, query_SBND: Tensor, key_SBND: Tensor, value_SBND: Tensor) -> Tensor:
-        """[S, B, N, D] to [S, B, N * D]; key and value may have fewer heads."""
-        query, key, value = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_SBND, value_SBND))
+    def _attend(self, query_BSND: Tensor, key_BSND: Tensor, value_BSND: Tensor) -> Tensor:
+        """[B, S, N, D] to [B, S, N * D]; key and value may have fewer heads."""
+        query, key, value = (t.transpose(1, 2) for t in (query_BSND, key_BSND, value_BSND))
         out = F.scaled_dot_product_attention(
             query, key, value, scale=self.scale, is_causal=True, enable_gqa=True
         )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out.transpose(1, 2).flatten(2)
+
+    def _attend_packed(self, parts_TND: tuple[Tensor, ...], cu_seqlens: Tensor) -> Tensor:
+        """[T, N, D] to [T, N * D]; sequences of one length are one batch."""
+        starts: dict[int, list[int]] = {}
+        for start, length in zip(cu_seqlens.tolist(), cu_seqlens.diff().tolist(), strict=False):
+            starts.setdefault(length, []).append(start)
+        places, outputs = [], []
+        for length, begin in starts.items():
+            at_BS = torch.tensor(begin)[:, None] + torch.arange(length)
+            batch = (part_TND[at_BS] for part_TND in parts_TND)
+            outputs.append(self._attend(*batch).flatten(0, 1))
+            places.append(at_BS.flatten())
+        return torch.cat(outputs)[torch.cat(places).argsort()]
 
     def forward(
         self,
@@ -94,11 +107,9 @@ class CoreAttention(torch.nn.Module):
         Packed sequences must cover all T tokens.
         """
         if packed_seq_params is None:
-            return self._attend(query, key, value)
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        parts = (torch.split(t.unsqueeze(1), lengths) for t in (query, key, value))
-        rows = zip(*parts, strict=True)
-        return torch.cat([self._attend(*row) for row in rows]).squeeze(1)
+            batch = (t.transpose(0, 1) for t in (query, key, value))
+            return self._attend(*batch).transpose(0, 1)
+        return self._attend_packed((query, key, value), packed_seq_params.cu_seqlens_q)
 
 
 class _Backend(LocalSpecProvider):  # type: ignore[misc]

@@ -76,11 +76,12 @@ def transformer_config(shape: ModelShape, learner: LearnerConfig, ranks: Ranks) 
         "finalize_model_grads_func": sum_gradients,
     }
     extra = dict(learner.transformer_config)
+    fused = {"apply_rope_fusion": has_transformer_engine()}  # unfused loops over the sequences
     violations = _violations(extra, ours)
     if violations:
         raise ConfigError(violations)
     try:
-        return TransformerConfig(**{**ours, **extra})
+        return TransformerConfig(**{**ours, **fused, **extra})
     except (ValueError, AssertionError) as error:
         raise ConfigError(
             f"Megatron-Core refuses the learner's configuration with learner.transformer_config = "

@@ -154,6 +154,8 @@ def _run(
 
 def _packed_params(microbatch: PackedMicrobatch) -> Any:
     longest = aligned_length(microbatch.longest, 128)  # RoPE tables are cached by this number
+    if longest == len(microbatch.tokens_T):
+        longest += 128  # Megatron takes a table as long as all tokens for one of packed positions
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=microbatch.cu_seqlens,

@@ -68,16 +68,39 @@ from megarl.compat.megatron_layers import CoreAttention
 one = types.SimpleNamespace(size=lambda: 1)
 attention = CoreAttention(pg_collection=types.SimpleNamespace(cp=one))
 torch.manual_seed(0)
-q, k, v = torch.randn(11, 4, 8), torch.randn(11, 2, 8), torch.randn(11, 2, 8)
-cu = torch.tensor([0, 4, 5, 11], dtype=torch.int32)
+q, k, v = torch.randn(19, 4, 8), torch.randn(19, 2, 8), torch.randn(19, 2, 8)
+cu = torch.tensor([0, 4, 5, 11, 15, 19], dtype=torch.int32)
 packed = attention(q, k, v, packed_seq_params=PackedSeqParams("thd", cu, cu))
 def causal(q, k, v):
     k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
     scores = torch.einsum("qnd,knd->nqk", q, k) / 8 ** 0.5
     mask = torch.ones(len(q), len(q)).tril() == 0
     return torch.einsum("nqk,knd->qnd", scores.masked_fill(mask, -1e30).softmax(-1), v).flatten(1)
-for a, b in ((0, 4), (4, 5), (5, 11)):
+for a, b in ((0, 4), (4, 5), (5, 11), (11, 15), (15, 19)):
     torch.testing.assert_close(packed[a:b], causal(q[a:b], k[a:b], v[a:b]))
+print("equal")
+"""
+    )
+    assert out == "equal"
+
+
+def test_packed_rope_equals_megatrons_own_loop_over_sequences() -> None:
+    out = _run(
+        """
+import types, torch
+from megarl.compat import placeholders
+placeholders.install(["triton"])
+from megatron.core.models.common.embeddings import rope_utils
+own = rope_utils._apply_rotary_pos_emb_thd
+from megarl.compat import megatron_cpu
+megatron_cpu.install()
+ours = rope_utils._apply_rotary_pos_emb_thd
+assert ours is not own
+cp = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+t, freqs = torch.randn(19, 4, 8), torch.randn(32, 1, 1, 8)
+cu = torch.tensor([0, 4, 5, 11, 15, 19], dtype=torch.int32)
+settings = dict(rotary_interleaved=False, mla_rotary_interleaved=False, mscale=1.0, cp_group=cp)
+assert torch.equal(ours(t, cu, freqs, **settings), own(t, cu, freqs, **settings))
 print("equal")
 """
     )
