@@ -35,10 +35,12 @@ class Rollout:
     behavior_logp_NR: Tensor
 
 
-def token_logprobs(model: PreTrainedModel, tokens_NT: Tensor, num_response: int) -> Tensor:
-    """Log-probs [N, R], in nats, of the last `num_response` tokens, at temperature 1."""
+def token_logprobs(
+    model: PreTrainedModel, tokens_NT: Tensor, num_response: int, temperature: float = 1.0
+) -> Tensor:
+    """Log-probs [N, R], in nats, of the last `num_response` tokens."""
     logits_NRV = model(tokens_NT[:, :-1]).logits[:, -num_response:].float()
-    logp_NRV = torch.log_softmax(logits_NRV, -1)
+    logp_NRV = torch.log_softmax(logits_NRV / temperature, -1)
     return logp_NRV.gather(-1, tokens_NT[:, -num_response:, None])[..., 0]
 
 
@@ -80,7 +82,8 @@ def policy_loss(
     old_logp_NR: Tensor,
     advantage_N: Tensor,
     mask_NR: Tensor,
-    clip: float = CLIP,
+    clip_low: float = CLIP,
+    clip_high: float = CLIP,
     reference_logp_NR: Tensor | None = None,
     kl_coef: float = 0.0,
 ) -> Tensor:
@@ -91,7 +94,7 @@ def policy_loss(
     """
     ratio = (logp_NR - old_logp_NR).exp()
     gain = advantage_N[:, None]
-    loss_NR = -torch.minimum(ratio * gain, ratio.clamp(1 - clip, 1 + clip) * gain)
+    loss_NR = -torch.minimum(ratio * gain, ratio.clamp(1 - clip_low, 1 + clip_high) * gain)
     if reference_logp_NR is not None:
         difference = reference_logp_NR - logp_NR
         loss_NR = loss_NR + kl_coef * (difference.exp() - difference - 1)
@@ -140,7 +143,7 @@ def main() -> None:
                 with torch.no_grad():
                     ref_logp = token_logprobs(reference, batch.tokens_NT, num_response)
             old, mask = batch.behavior_logp_NR, batch.mask_NR
-            loss = policy_loss(logp_NR, old, advantages, mask, CLIP, ref_logp, KL_COEF)
+            loss = policy_loss(logp_NR, old, advantages, mask, CLIP, CLIP, ref_logp, KL_COEF)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
