@@ -11,11 +11,14 @@ import queue
 from collections.abc import Mapping
 from typing import Any
 
-# The only optimizer format that loads into other TP, PP and DP sizes and is not deprecated.
-CONTENT = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-}
+
+def content() -> dict[str, Any]:
+    """What a checkpoint is made of, for Megatron's `metadata` arguments; a new dict for each call.
+
+    The only optimizer format that loads into other TP, PP and DP sizes and is not deprecated.
+    Megatron writes the data-parallel group of the moment into the dict that it is given.
+    """
+    return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def write_in_process() -> None:

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint import CheckpointException
 
-from megarl.compat.megatron_checkpoint import CONTENT, keep_settings, write_in_process
+from megarl.compat.megatron_checkpoint import content, keep_settings, write_in_process
 from megarl.compat.megatron_cpu import init_optimizer_state, load_optimizer_state
 from megarl.errors import CheckpointError
 
@@ -54,7 +54,7 @@ def save(learner: Learner, path: Path, version: int) -> None:
     }
     state["rng"] = _rng(learner, _rng_states())
     with _told_as_checkpoint_error(partial, "cannot be written; look at the space left there"):
-        dist_checkpointing.save(state, str(partial), content_metadata=CONTENT)
+        dist_checkpointing.save(state, str(partial), content_metadata=content())
     _on_rank_0(lambda: _replace(partial, path), path)
 
 
@@ -92,9 +92,9 @@ def load(learner: Learner, path: Path) -> int:
 
 def _sharded_state(learner: Learner, is_loading: bool) -> dict[str, Any]:
     """Megatron's description of which part of each global tensor this rank holds."""
-    model = learner.policy.model.module.sharded_state_dict(metadata=CONTENT)
+    model = learner.policy.model.module.sharded_state_dict(metadata=content())
     optimizer = learner.optimizer.megatron.sharded_state_dict(
-        model, is_loading=is_loading, metadata=CONTENT
+        model, is_loading=is_loading, metadata=content()
     )
     return {"model": model, "optimizer": optimizer}
 
@@ -146,8 +146,11 @@ def _told_as_checkpoint_error(path: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, CheckpointingException, OSError, KeyError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{path}: {advice} ({reason[0]})") from error
+        cause: BaseException = error
+        if isinstance(error, CheckpointException) and error.failures:
+            cause = min(error.failures.items())[1][0]  # by rank: (exception, trace)
+        reason = str(cause).strip().splitlines() or [""]
+        raise CheckpointError(f"{path}: {advice} ({type(cause).__name__}: {reason[0]})") from error
 
 
 def _on_rank_0(work: Callable[[], None], path: Path) -> None:
