@@ -111,12 +111,10 @@ def _check_settings(config: Config, run_dir: Path) -> None:
         return
     changed = differing(read_config(run_dir / CONFIG), config)
     if changed:
+        texts = [f"{name} was {old!r}, is {new!r}" for name, old, new in changed]
         raise ConfigError(
-            [
-                f"{run_dir} holds a run with other settings; continue it with its own, "
-                "or name a new run: --run.name",
-                *(f"{name} was {old!r}, is {new!r}" for name, old, new in changed),
-            ]
+            f"{run_dir} holds a run with other settings: {'; '.join(texts)}. Continue it with its "
+            "own, or name a new run: --run.name"
         )
 
 
