@@ -167,6 +167,7 @@ class Starter:
         await control.until(control.is_ready, self.http, endpoint)
         await control.until(control.is_healthy, self.http, endpoint)
         await control.model_info(self.http, endpoint)  # opened by its key, so it is ours
+        await control.freeze_gc(self.http, endpoint)
 
 
 def _not_up(server: Server, what: str) -> RolloutError:
