@@ -31,7 +31,8 @@ from megarl.launch.slurm import SlurmSteps
 from megarl.launch.topology import Topology, make_topology
 from megarl.learner.client import LearnerClient
 from megarl.learner.phases import read_phases
-from megarl.observe.progress import Progress
+from megarl.observe.metrics import read_rows
+from megarl.observe.progress import Progress, end_table
 from megarl.rollout.servers import ServerPool
 
 log = logging.getLogger(__name__)
@@ -58,8 +59,9 @@ def run_training(config: Config, run_dir: Path) -> int:
             logging_to(run_dir / "logs" / "controller.log")
             if finished_version(run_dir) >= config.loop.versions:
                 Progress(config.loop.versions).note(
-                    f"{run_dir} has reached version {config.loop.versions}: nothing to do; "
-                    "raise --loop.versions to continue it"
+                    f"{run_dir} has reached version {config.loop.versions}: nothing to do. To go "
+                    "on, raise --loop.versions; to start anew, give another --run.name or remove "
+                    f"the folder\n{end_table(read_rows(run_dir / 'metrics.jsonl'), run_dir)}"
                 )
                 return 0
             write_environment(run_dir, environment_record(config))
@@ -87,6 +89,7 @@ class _Run:
         self, config: Config, folder: RunFolder, topology: Topology, inputs: Inputs
     ) -> None:
         steps = SlurmSteps() if topology.kind == "slurm" else LocalSteps()
+        self._progress = Progress(config.loop.versions)
         self._config = config
         self._folder = folder
         self._topology = topology
@@ -139,7 +142,13 @@ class _Run:
             self._config, run_dir, self._launcher.spawn, self._topology.device, hosts
         )
         try:
-            ready = _all(self._learner_ready(endpoint), servers.start())
+            self._progress.note(
+                f"starting {self._config.learner_processes} learner ranks and "
+                f"{self._config.rollout.servers} rollout server(s): {self._topology.describe()}; "
+                f"logs: {run_dir / 'logs'}"
+            )
+            learner_up = self._timed(self._learner_ready(endpoint), "learner ready")
+            ready = _all(learner_up, self._timed(servers.start(), "rollout servers ready"))
             facts, _ = await self._while_alive(process, ready)
             failure_file = run_dir / "logs" / "learner-failure.json"
             async with LearnerClient(
@@ -202,6 +211,13 @@ class _Run:
                 f"ranks: {self._places()}; the end of its log:\n{_log_end(process.log_path)}"
             )
         return f"{text}\nlog: {process.log_path}\n{CONTINUE}"
+
+    async def _timed(self, work: Awaitable[Any], what: str) -> Any:
+        """The result of `work`, and a line on how long it took."""
+        start_s = time.monotonic()
+        result = await work
+        self._progress.note(f"{what} after {time.monotonic() - start_s:.0f} s")
+        return result
 
     def _places(self) -> str:
         phases = read_phases(self._folder.path / "logs").values()
