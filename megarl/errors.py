@@ -12,7 +12,7 @@ class MegarlError(Exception):
 
 
 class ConfigError(MegarlError):
-    """A setting, or a combination of settings, cannot be run. `violations` lists every one found."""
+    """A setting, or a combination of settings, cannot be run. `violations` lists all of them."""
 
     exit_status = 2
 

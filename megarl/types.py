@@ -52,7 +52,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response to one prompt. Its per-token parts have one length and grow through `extended`."""
+    """One response to one prompt. Its per-token parts are of one length; `extended` grows them."""
 
     sample_id: str
     group_id: str
@@ -132,7 +132,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """A sample by reference: row `index` of group file `path`, with what a schedule needs to know."""
+    """A sample by reference: row `index` of group file `path`, and what a schedule must know."""
 
     sample_id: str
     path: str

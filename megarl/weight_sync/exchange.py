@@ -141,7 +141,7 @@ def _transfer(
             "serialized_named_tensors": [encode(message) for message in messages],
             "load_format": LOAD_FORMAT,
             "selector": SELECTOR,
-            "flush_cache": True,  # answers 400 where requests were in the way, and nothing is served
+            "flush_cache": True,  # where requests are in the way, the answer is 400
         },
     )
     return board.wait(keys, messages[0].token, until)
