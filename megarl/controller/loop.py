@@ -72,9 +72,12 @@ class Loop:
             self.buffer.add(scored, version)  # e
             finished.append(scored)
 
-        async with asyncio.TaskGroup() as tasks:
-            async for group in self.rollout.collect(prompts, version):  # b
-                tasks.create_task(finish(group))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for group in self.rollout.collect(prompts, version):  # b
+                    tasks.create_task(finish(group))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures  # the first is the one to tell
         return finished
 
     async def _after(self, version: int, step: StepMetrics) -> None:
