@@ -54,11 +54,6 @@ async def model_info(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> M
     return dict(text)
 
 
-async def flush_cache(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> None:
-    """Empty the prefix cache. Raises RolloutError; SGLang refuses while requests run."""
-    await _call(http, "POST", endpoint, "/flush_cache", endpoint.admin_key)
-
-
 async def freeze_gc(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> None:
     """Exempt what is loaded by now from garbage collection, in all of the server's processes.
 

@@ -144,6 +144,7 @@ class FakeServer:
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/health", self._ready)
         app.router.add_get("/model_info", self._info)
+        app.router.add_post("/freeze_gc", self._freeze_gc)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -160,6 +161,10 @@ class FakeServer:
     async def _info(self, request: web.Request) -> web.Response:
         self._check(request, self.api_key)
         return web.json_response({"weight_version": str(self.version)})
+
+    async def _freeze_gc(self, request: web.Request) -> web.Response:
+        self._check(request, self.admin_key)
+        return web.Response()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         self._check(request, self.api_key)

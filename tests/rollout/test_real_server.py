@@ -204,12 +204,12 @@ async def test_each_key_opens_its_own_calls_and_neither_shows_in_the_process_lis
 ) -> None:
     endpoint = running.pool.endpoints()[0]
     async with aiohttp.ClientSession() as http:
-        await control.flush_cache(http, endpoint)
+        await control.freeze_gc(http, endpoint)
         swapped = ServerEndpoint(
             "server-0", endpoint.url, 1, 0, endpoint.admin_key, endpoint.api_key
         )
         with pytest.raises(RolloutError, match="HTTP 401"):
-            await control.flush_cache(http, swapped)
+            await control.freeze_gc(http, swapped)
         with pytest.raises(RolloutError, match="HTTP 401"):
             await control.model_info(http, swapped)
     main = psutil.Process(running.handles[0].pid)
