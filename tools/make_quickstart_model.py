@@ -81,8 +81,8 @@ def warm_start(
         Qwen3Config(
             vocab_size=VOCAB_SIZE,
             hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=3,
+            intermediate_size=128,
+            num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=16,

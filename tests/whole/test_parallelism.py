@@ -8,7 +8,7 @@ import pytest
 
 from tests.whole.conftest import Run
 
-MODEL_BYTES = 152_096 * 4  # the quickstart model in fp32
+MODEL_BYTES = 152_256 * 4  # the quickstart model in fp32
 LAYOUTS = {
     "learner tp 2 to server tp 2": ["--learner.parallel.tp", "2", "--rollout.parallel.tp", "2"],
     "learner tp 2 pp 2": ["--learner.parallel.pp", "2"],
