@@ -55,7 +55,7 @@ class Loop:
             step.add(batch_metrics(groups, batch, self.config))
             with step.timed("score"):
                 step.add(await self.learner.score(batch))  # f
-            self.weight_sync.leave_version()
+            await self.weight_sync.leave_version()
             with step.timed("learn"):
                 steps = [await self.learner.step(m) for m in batch.minibatches]  # f
             step.add(mean_over_steps(steps))

@@ -31,9 +31,14 @@ class Publisher:
         self._has_worked = False
         servers.on_restart = self.rejoin
 
-    def leave_version(self) -> None:
-        """The learner's weights are about to change, and are no version until `publish`."""
-        self._version = None
+    async def leave_version(self) -> None:
+        """The learner's weights are about to change, and are no version until `publish`.
+
+        Waits for a rejoin that is under way: the learner would carry out a part of it after its
+        next step, and prove weights under the version that they have left.
+        """
+        async with self._lock:
+            self._version = None
 
     async def publish(self, version: int) -> dict[str, float | int]:
         """Send `version` to every living server and make those routable that proved it.

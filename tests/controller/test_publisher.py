@@ -27,8 +27,11 @@ class Learner:
     def __init__(self, **refusals: int) -> None:
         self.refusals = refusals
         self.published: list[tuple[int, list[str]]] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     async def publish(self, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport:
+        await self.may_answer.wait()
         self.published.append((version, [server.name for server in servers]))
         results = []
         for server in servers:
@@ -140,10 +143,30 @@ def test_server_restarted_while_the_weights_change_waits_for_the_next_version(
     async def play() -> None:
         stage = publisher(learner, servers, tmp_path)
         await stage.publish(3)
-        stage.leave_version()
+        await stage.leave_version()
         await stage.rejoin(servers.alive[0])
         assert learner.published == [(3, ["a"])]
         await stage.publish(4)
 
     asyncio.run(play())
     assert servers.verified == [("a", 3), ("a", 4)]
+
+
+def test_weights_are_not_left_while_a_server_rejoins_at_their_version(tmp_path: Path) -> None:
+    learner, servers = Learner(), Servers("a")
+
+    async def play() -> None:
+        stage = publisher(learner, servers, tmp_path)
+        await stage.publish(3)
+        learner.refusals["a"] = 1  # so that the rejoin calls the learner twice
+        learner.may_answer.clear()
+        rejoin = asyncio.create_task(stage.rejoin(servers.alive[0]))
+        leave = asyncio.create_task(stage.leave_version())
+        await asyncio.wait({leave}, timeout=0.05)
+        assert not leave.done()
+        learner.may_answer.set()
+        await leave
+        assert rejoin.done()
+        assert learner.published == [(3, ["a"])] * 3
+
+    asyncio.run(play())
