@@ -112,6 +112,8 @@ class Starter:
                 await self._until_healthy(server)
                 return
             except RolloutError:
+                assert server.handle is not None
+                await server.handle.wait()  # it was ended; until then it holds port and devices
                 is_given = self.config.launch.rollout_port != 0
                 if is_given or not tries_left or PORT_LOST not in log_end(server.log_path):
                     raise
@@ -161,7 +163,12 @@ class Starter:
             healthy.cancel()
         if ended.done() and not ended.cancelled():
             raise _not_up(server, f"ended with status {ended.result()} before it was healthy")
-        await healthy
+        try:
+            await healthy
+        except RolloutError as error:
+            raise _not_up(
+                server, f"answers, but not as it should, and is ended: {error}"
+            ) from error
 
     async def _answers(self, endpoint: ServerEndpoint) -> None:
         await control.until(control.is_ready, self.http, endpoint)

@@ -58,7 +58,7 @@ class ServerPool:
         self._failure: RolloutError | None = None
         self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._in_doubt: set[ServerEndpoint] = set()
+        self._in_doubt: dict[ServerEndpoint, int] = {}  # with the version it was routable at
         self._starter: Starter | None = None
         hosts = hosts or ["127.0.0.1"] * config.rollout.servers
         assert len(hosts) == config.rollout.servers, (hosts, config.rollout.servers)
@@ -166,11 +166,11 @@ class ServerPool:
         if server.endpoint != endpoint or server.state != "routable":
             return
         log.warning("rollout server in doubt server=%s error=%s", server.name, error)
-        version = server.version
+        is_known = endpoint in self._in_doubt
+        self._in_doubt[endpoint] = server.version
         server.become("unsynced")
-        if endpoint not in self._in_doubt:
-            self._in_doubt.add(endpoint)
-            self._in_background(self._resolve_doubt(server, version))
+        if not is_known:
+            self._in_background(self._resolve_doubt(server))
 
     def _named(self, name: str) -> Server:
         return next(server for server in self._servers if server.name == name)
@@ -180,7 +180,7 @@ class ServerPool:
             raise self._failure
         return [s for s in self._servers if s.state == "routable" and s.version == version]
 
-    async def _resolve_doubt(self, server: Server, version: int) -> None:
+    async def _resolve_doubt(self, server: Server) -> None:
         """Route to it again once it answers; kill it where it does not. `_watch` sees its end."""
         assert self._starter is not None
         endpoint = server.endpoint
@@ -191,7 +191,7 @@ class ServerPool:
         except TimeoutError:
             self.restart(server.name, endpoint.incarnation)
         finally:
-            self._in_doubt.discard(endpoint)
+            version = self._in_doubt.pop(endpoint)
         if server.endpoint == endpoint and server.state == "unsynced" and not server.refusal:
             server.become("routable", version)
             await self._notify()

@@ -185,6 +185,16 @@ async def test_refusal_while_in_doubt_is_not_forgotten(tmp_path: Path) -> None:
             await acquired(pool, 0, within_s=0.5)
 
 
+async def test_doubt_that_outlasts_a_sync_ends_at_the_newer_version(tmp_path: Path) -> None:
+    async with fake_pool(tmp_path, make_config()) as (pool, fleet):
+        fleet.servers[0].is_healthy = False
+        pool.report_trouble(pool.endpoints()[0], RuntimeError("reset"))
+        pool.mark_verified(verified(pool.endpoints(), 1))
+        pool.report_trouble(pool.endpoints()[0], RuntimeError("reset again"))
+        fleet.servers[0].is_healthy = True
+        assert (await acquired(pool, 1)).incarnation == 0
+
+
 async def test_taken_port_is_an_error_naming_port_and_setting(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -221,6 +231,21 @@ async def test_server_that_is_late_is_ended_naming_the_deadline(tmp_path: Path) 
     with pytest.raises(RolloutError, match=r"deadline\.server_start_s=0\.5"):
         await pool.start()
     assert time.monotonic() - started < 5
+    assert await fleet.servers[0].wait() == -9
+    await pool.aclose()
+
+
+async def test_server_that_does_not_take_its_own_key_is_ended(tmp_path: Path) -> None:
+    fleet = Fleet()
+
+    async def foreign(*args: object) -> object:
+        server = await fleet.spawn(*args)  # type: ignore[arg-type]
+        server.api_key = "another"
+        return server
+
+    pool = ServerPool(make_config(), tmp_path, foreign, "cpu")  # type: ignore[arg-type]
+    with pytest.raises(RolloutError, match=r"not as it should.*HTTP 401"):
+        await pool.start()
     assert await fleet.servers[0].wait() == -9
     await pool.aclose()
 
