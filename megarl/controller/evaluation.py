@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,13 +35,13 @@ class Evaluation:
         if not self.prompts:
             return {}
         samples = await self.rollout.evaluate(self.prompts, version)
-        prompts = {prompt.prompt_id: prompt for prompt in self.prompts}
-        values: list[float] = []
-        for sample in samples:
-            group = Group(sample.group_id, prompts[sample.prompt_id], (sample,))
-            reward = (await self.reward.score(group)).samples[0].reward
-            if reward is not None and reward.value is not None:
-                values.append(reward.value)
+        groups = [
+            Group(sample.group_id, prompt, (sample,))
+            for sample, prompt in zip(samples, self.prompts, strict=True)
+        ]
+        scored = await asyncio.gather(*(self.reward.score(group) for group in groups))
+        rewards = [group.samples[0].reward for group in scored]
+        values = [reward.value for reward in rewards if reward and reward.value is not None]
         result: dict[str, float | int] = {"eval/version": version, "eval/scored": len(values)}
         if values:
             result["eval/accuracy"] = sum(values) / len(values)
