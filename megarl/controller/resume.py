@@ -6,7 +6,9 @@ checkpoint without COMPLETE does not exist.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,16 +55,31 @@ class Checkpoints:
         """Save everything that continuing from `version` needs; whole or not at all."""
         final = self._folder / f"v{version:06d}"
         partial = final.with_name(final.name + PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
+        await asyncio.to_thread(_remove, partial)
         partial.mkdir(parents=True)
         await self._learner.save(str(partial / "megatron"), version)
         state = {"version": version, "prompts": dict(prompts)}
-        (partial / STATE).write_text(json.dumps(state, indent=1) + "\n")
-        (partial / COMPLETE).touch()
-        shutil.rmtree(final, ignore_errors=True)
+        _write_through(partial / STATE, json.dumps(state, indent=1) + "\n")
+        _write_through(partial / COMPLETE, "")
+        await asyncio.to_thread(_remove, final)
         partial.rename(final)
         for old in whole_checkpoints(self._folder)[: -self._config.checkpoint.keep]:
-            shutil.rmtree(old)
+            await asyncio.to_thread(_remove, old)
+
+
+def _write_through(path: Path, text: str) -> None:
+    """Write a file, and return when the disk has it: a node that dies must not leave it empty."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint, COMPLETE first: what is left of a removal must not count as whole."""
+    (folder / COMPLETE).unlink(missing_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:

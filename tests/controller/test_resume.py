@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 
 from megarl.config.schema import Config
+from megarl.controller import resume
 from megarl.controller.resume import Checkpoints, newest, whole_checkpoints
 from megarl.errors import CheckpointError, LearnerError
 from megarl.learner.client import LearnerClient
@@ -85,3 +86,18 @@ def test_last_version_is_saved_whatever_the_interval(tmp_path: Path) -> None:
     assert [version for version in range(1, 8) if saver.is_due(version)] == [7]
     saver, _ = checkpoints(tmp_path, every=3)
     assert [version for version in range(1, 8) if saver.is_due(version)] == [3, 6, 7]
+
+
+def test_checkpoint_whose_removal_was_cut_short_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, _ = checkpoints(tmp_path, keep=1)
+    asyncio.run(saver.save(2, {}))
+
+    def killed(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resume.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        resume._remove(tmp_path / "checkpoints/v000002")
+    assert newest(tmp_path) is None
