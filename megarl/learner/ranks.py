@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from megarl.config.load import read_config
 from megarl.config.schema import Config
 from megarl.learner.failure import Exit, cgroup_oom_kills, describe, first_failure, memory_now
 from megarl.learner.parent import PARENT_PID, adopt_orphans, die_with_parent, leave
@@ -174,8 +175,6 @@ def main(argv: Sequence[str] | None = None, module: str = "megarl.learner.servic
         level=logging.INFO, format="%(asctime)s learner launcher %(levelname)s %(message)s"
     )
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    from megarl.learner.service import read_config
-
     config = read_config(options.config)
     if config.learner_processes % options.nnodes:
         parser.error(

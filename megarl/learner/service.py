@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import tomllib
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megarl.config.load import read_config
 from megarl.config.schema import Config
 from megarl.errors import LearnerError, MegarlError
 from megarl.learner.addresses import listen_address
@@ -154,11 +154,6 @@ def build_learner(config: Config, run_dir: Path, mark: Callable[[str], None]) ->
     from megarl.learner.learner import Learner
 
     return Learner(config, run_dir, mark)
-
-
-def read_config(path: Path) -> Config:
-    """The resolved settings that the launcher wrote into the run folder."""
-    return Config.model_validate(tomllib.loads(path.read_text()))
 
 
 def main(argv: Sequence[str] | None = None, build: Build = build_learner) -> None:
