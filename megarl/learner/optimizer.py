@@ -92,7 +92,3 @@ class Optimizer:
         done, grad_norm, _ = self.megatron.step()
         assert done, "Megatron skipped an update that has a finite gradient norm"
         return {"grad_norm": float(grad_norm), "lr": lr}
-
-    def reload_weights(self) -> None:
-        """Take the model's weights as the masters; call after they were changed from outside."""
-        self.megatron.reload_model_params()

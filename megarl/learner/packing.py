@@ -10,7 +10,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -201,17 +201,6 @@ def pack_sequences(
     bins += [[] for _ in range(-len(bins) % data_parallel)]
     mine = bins[dp_rank::data_parallel]
     return [pack([(_plain(i, *sequences[i]), 0.0) for i in each], length) for each in mine], length
-
-
-def by_segment(
-    values_T: Iterable[Tensor], microbatches: Iterable[PackedMicrobatch]
-) -> Mapping[str, Tensor]:
-    """Each segment's response values, by its key."""
-    return {
-        segment.key: value_T[segment.response]
-        for value_T, microbatch in zip(values_T, microbatches, strict=True)
-        for segment in microbatch.segments
-    }
 
 
 def _read(ref: SampleRef, groups: dict[str, GroupTokens]) -> SampleTokens:
