@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 LINE_EVERY_S = 10.0  # where the output is no terminal
-STAGES = ("rollout", "reward", "learn", "weight_sync")
+STAGES = ("rollout", "learn", "weight_sync")
 MISMATCH = "mismatch/max_abs_logprob"
 TABLE_STEPS = 10  # rewards at the start and at the end are means over so many steps
 
