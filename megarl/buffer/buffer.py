@@ -26,16 +26,6 @@ class Buffer:
         self._groups: dict[str, tuple[SampleRef, ...]] = {}
         self._num_left_out = 0
 
-    @property
-    def num_groups(self) -> int:
-        """Groups waiting."""
-        return len(self._groups)
-
-    @property
-    def num_left_out(self) -> int:
-        """Samples of the waiting groups without advantage or without loss token: left out."""
-        return self._num_left_out
-
     def add(self, group: Group, version: int) -> None:
         """Admit a group whose advantages are assigned, while the policy is at `version`.
 
@@ -110,25 +100,3 @@ def sample_ref(group: Group, index: int) -> SampleRef:
         advantage=sample.advantage,
         version=sample.oldest_version,
     )
-
-
-def batch_metrics(batch: Batch, num_left_out: int = 0) -> dict[str, float]:
-    """The `buffer/*` numbers of one batch.
-
-    `buffer/padding` is the share of scheduled tokens that are filler, over all minibatches, when
-    every microbatch is filled up to its minibatch's longest.
-    """
-    used = scheduled = num_microbatches = 0
-    for plan in batch.minibatches:
-        for rank in plan.schedule:
-            num_microbatches += len(rank)
-            scheduled += len(rank) * plan.microbatch_tokens
-            used += sum(ref.num_tokens for microbatch in rank for ref in microbatch)
-    return {
-        "buffer/samples": float(batch.num_samples),
-        "buffer/left_out_samples": float(num_left_out),
-        "buffer/worst_staleness": float(batch.worst_staleness),
-        "buffer/minibatches": float(len(batch.minibatches)),
-        "buffer/microbatches": float(num_microbatches),
-        "buffer/padding": 1.0 - used / scheduled if scheduled else 0.0,
-    }

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.buffer.buffer import Buffer, batch_metrics
+from megarl.buffer.buffer import Buffer
 from megarl.config.schema import ActorConfig, Config, LearnerConfig
 from megarl.errors import RolloutError, StalenessError
 from megarl.types import Group, Prompt, Sample
@@ -32,14 +32,13 @@ def test_buffer_hands_out_what_it_got_and_is_then_empty() -> None:
     buffer = Buffer(run_config(optimizer_steps_per_rollout=2))
     for name in ("a", "b"):
         buffer.add(one_group(name, [3, 3]), 3)
-    assert buffer.num_groups == 2
     batch = buffer.take(3)
     assert (batch.num_samples, batch.worst_staleness, len(batch.minibatches)) == (4, 0, 2)
     refs = [r for plan in batch.minibatches for micro in plan.schedule[0] for r in micro]
     assert sorted((r.path, r.index) for r in refs) == [
         (f"{name}.safetensors", i) for name in "ab" for i in (0, 1)
     ]
-    assert buffer.num_groups == 0 and buffer.take(4).minibatches == ()
+    assert buffer.take(4).minibatches == ()
 
 
 def test_buffer_refuses_sample_older_than_max_staleness() -> None:
@@ -80,29 +79,18 @@ def test_group_added_twice_is_refused() -> None:
         buffer.add(one_group("a", [0]), 0)
 
 
-def test_samples_without_advantage_or_loss_tokens_are_left_out_and_counted() -> None:
+def test_samples_without_advantage_or_loss_tokens_are_left_out() -> None:
     buffer = Buffer(run_config())
     group = one_group("a", [0, 0, 0])
     silent = replace(group.samples[1], loss_mask=(False, False))
     empty = Sample("a-2", "a", "p-a", (1, 2), advantage=1.0)
     buffer.add(replace(group, samples=(group.samples[0], silent, empty)), 0)
     buffer.add(one_group("b", [0], advantage=None), 0)
-    assert buffer.num_left_out == 3
-    left_out = buffer.num_left_out
     batch = buffer.take(0)
     assert batch.num_samples == 1 and batch.minibatches[0].num_loss_tokens == 2
-    assert batch_metrics(batch, left_out)["buffer/left_out_samples"] == 3
 
 
 def test_old_sample_that_is_left_out_anyway_is_no_error() -> None:
     buffer = Buffer(run_config())
     buffer.add(one_group("a", [0], advantage=None), 9)
     assert buffer.take(9).minibatches == ()
-
-
-def test_padding_is_the_share_of_scheduled_tokens_that_are_filler() -> None:
-    buffer = Buffer(run_config(max_tokens_per_microbatch=8))
-    buffer.add(one_group("a", [0, 0, 0]), 0)
-    metrics = batch_metrics(buffer.take(0))
-    assert metrics["buffer/microbatches"] == 2
-    assert metrics["buffer/padding"] == pytest.approx(1 - 12 / 16)
