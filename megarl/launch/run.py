@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -42,6 +43,7 @@ ACCOUNT_S = 10.0  # from the learner's silence to the end of its launcher, which
 SHUTDOWN_S = 10.0  # of a learner whose work is done
 CANCEL_S = 3.0  # for the loop to put its things away
 LOG_LINES = 15
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 CONTINUE = "the same command continues from the last checkpoint"
 
 
@@ -68,6 +70,12 @@ def run_training(config: Config, run_dir: Path) -> int:
             return asyncio.run(_Run(config, folder, topology, inputs).run())
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        where = error.filename or run_dir
+        text = f"{where}: cannot be written: {error.strerror}; make room there. {CONTINUE}"
+        raise LaunchError(text) from error
 
 
 def logging_to(path: Path) -> None:

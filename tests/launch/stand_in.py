@@ -4,6 +4,7 @@ The learner's Python is a script that runs this file, so that all of launch/ is 
 """
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -75,6 +76,8 @@ def controller(run_dir: Path, behavior: str) -> int:
 
     async def train(config, where, inputs, learner, servers) -> None:  # type: ignore[no-untyped-def]
         (run_dir / "training").touch()
+        if behavior == "disk full":
+            raise OSError(errno.ENOSPC, "No space left on device")
         await asyncio.sleep(0 if behavior == "done" else 60)
 
     run.load_inputs = lambda config: None  # type: ignore[assignment, return-value]
