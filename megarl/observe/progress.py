@@ -88,7 +88,7 @@ def end_table(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     mismatch = [row[MISMATCH] for row in rows if MISMATCH in row]
-    steps = min(TABLE_STEPS, len(rewards))
+    steps = min(TABLE_STEPS, (len(rewards) + 1) // 2)  # a short run is not compared with itself
     lines = [
         f"{'':<34}{'first':>10}{'last':>10}",
         f"{f'mean reward, {steps} steps':<34}{_mean(rewards[:steps]):>10}"

@@ -88,11 +88,13 @@ def _file_rows(path: Path, settings: PromptsConfig) -> Iterator[Row]:
 
 def _object(place: str, line: bytes) -> dict[str, object]:
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(line.decode("utf-8-sig").rstrip())
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8: {error}; save the file as UTF-8") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON: {error}; each line is one JSON object") from error
+        raise DataError(
+            f"{place}: not JSON: {error.msg} at column {error.colno}; each line is one JSON object"
+        ) from error
     if not isinstance(value, dict):
         raise DataError(f"{place}: a JSON {type(value).__name__}; each line is one JSON object")
     return value

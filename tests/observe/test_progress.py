@@ -64,6 +64,12 @@ def test_table_compares_first_and_last_steps_and_names_the_folder() -> None:
     assert "runs/quickstart/metrics.jsonl" in table
 
 
+def test_table_of_a_short_run_compares_its_two_halves() -> None:
+    rows = [{**ROW, "step": step, "reward/mean": 0.2 if step < 4 else 0.4} for step in range(8)]
+    reward = end_table(rows, Path("runs/x")).splitlines()[1]
+    assert reward.split() == ["mean", "reward,", "4", "steps", "0.200", "0.400"]
+
+
 def test_table_of_a_run_without_any_reward_says_so_instead_of_failing() -> None:
     table = end_table([{"step": 0, "time/step_s": 1.0}], Path("runs/x"))
     assert "-" in table.splitlines()[1]

@@ -80,7 +80,7 @@ def test_bos_of_the_post_processor_is_put_before_plain_prompts_and_not_before_ch
 @pytest.mark.parametrize(
     ("row", "found"),
     [
-        ("{", "not JSON"),
+        ('{"prompt": ', "not JSON: Expecting value at column 11; each"),
         ("[1]", "a JSON list"),
         ({"question": "x", "answer": "y"}, "'prompt' is missing"),
         ({"prompt": 3, "answer": "y"}, "'prompt' is a int"),
