@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megarl.compat.megatron_checkpoint import content, keep_settings, write_in_process
 from megarl.compat.megatron_cpu import init_optimizer_state, load_optimizer_state
 from megarl.errors import CheckpointError
+from megarl.learner.filesums import check_files, digests, write_digests
 
 if TYPE_CHECKING:
     from megarl.learner.learner import Learner
@@ -55,6 +56,8 @@ def save(learner: Learner, path: Path, version: int) -> None:
     state["rng"] = _rng(learner, _rng_states())
     with _told_as_checkpoint_error(partial, "cannot be written; look at the space left there"):
         dist_checkpointing.save(state, str(partial), content_metadata=content())
+    found = digests(partial)
+    _on_rank_0(lambda: write_digests(partial, found), partial)
     _on_rank_0(lambda: _replace(partial, path), path)
 
 
@@ -63,12 +66,14 @@ def load(learner: Learner, path: Path) -> int:
 
     Collective over all ranks. Settings of the optimizer stay those of this run; its moments and
     steps are restored. Random states are restored where the mesh is the same, else they stay as
-    seeded. Raises CheckpointError where the folder is missing, broken, or of another model.
+    seeded. Raises CheckpointError where the folder is missing, broken, or of another model; a file
+    that is not as it was saved is noticed before anything is loaded.
     """
     if not (path / "metadata.json").is_file():
         raise CheckpointError(
             f"{path}: no learner checkpoint there; remove its folder to continue from an older one"
         )
+    check_files(path)
     init_optimizer_state(learner.optimizer.megatron)
     advice = "cannot be read; remove its folder to continue from an older one"
     with _told_as_checkpoint_error(path, advice):

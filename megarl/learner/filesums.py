@@ -1,0 +1,78 @@
+"""The list of a checkpoint's files with their sizes and digests, so that damage to one is noticed.
+
+Owns `files.json` and the comparison with it. Ranks share the reading. Knows nothing of tensors:
+Megatron's format has no checksums, and would load a flipped bit as a weight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarl.errors import CheckpointError
+
+FILES = "files.json"
+ADVICE = "remove the checkpoint's folder to continue from an older one"
+
+
+def file_digest(path: Path) -> str:
+    """Size in bytes and SHA-256 of a file, or why it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        return f"{path.stat().st_size} {found}"
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The digest of each file of `folder` by name, the same on every rank. Collective."""
+    return _shared_digests(folder, sorted(path.name for path in folder.iterdir()))
+
+
+def write_digests(folder: Path, found: Mapping[str, str]) -> None:
+    """Write what `digests` found. Raises OSError. On one rank only."""
+    (folder / FILES).write_text(json.dumps(dict(found), indent=1) + "\n")
+
+
+def check_files(folder: Path) -> None:
+    """Raise CheckpointError, on every rank, where files are not those of `files.json`.
+
+    Collective over all ranks.
+    """
+    told: list[dict[str, str] | str] = [""]
+    if dist.get_rank() == 0:
+        try:
+            told = [dict(json.loads((folder / FILES).read_text()))]
+        except (OSError, ValueError, TypeError) as error:
+            told = [f"{folder / FILES}: cannot be read ({error}); {ADVICE}"]
+    dist.broadcast_object_list(told, src=0)
+    wanted = told[0]
+    if isinstance(wanted, str):
+        raise CheckpointError(wanted)
+    found = _shared_digests(folder, sorted(wanted))
+    damaged = [name for name, text in found.items() if text != wanted[name]]
+    if damaged:
+        name = damaged[0]
+        raise CheckpointError(
+            f"{folder}: cannot be read: {len(damaged)} of {len(wanted)} files are not as they were "
+            f"saved, first {name}: {found[name]}, saved: {wanted[name]} (bytes and SHA-256); "
+            f"{ADVICE}"
+        )
+
+
+def _shared_digests(folder: Path, names: list[str]) -> dict[str, str]:
+    """Digests of the files named by rank 0, in that order; each rank reads its share of them."""
+    told = [names]
+    dist.broadcast_object_list(told, src=0)  # listings of a network file system may differ
+    (names,) = told
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    mine = {name: file_digest(folder / name) for name in names[rank::num_ranks]}
+    parts: list[dict[str, str]] = [{} for _ in range(num_ranks)]
+    dist.all_gather_object(parts, mine)
+    found = {name: text for part in parts for name, text in part.items()}
+    return {name: found[name] for name in names}

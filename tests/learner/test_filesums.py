@@ -1,0 +1,52 @@
+"""A checkpoint's files are noticed when they are not as they were saved, by one bit or whole."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megarl.errors import CheckpointError
+from megarl.learner.filesums import FILES, check_files, digests, write_digests
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A listed folder of two files, on the only rank of a process group."""
+    folder = tmp_path / "megatron"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(b"names")
+    (folder / "__0_0.distcp").write_bytes(bytes(1000))
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    write_digests(folder, digests(folder))
+    yield folder
+    dist.destroy_process_group()
+
+
+def test_untouched_files_pass(folder: Path) -> None:
+    check_files(folder)
+
+
+def test_one_flipped_bit_is_refused_by_the_name_of_its_file(folder: Path) -> None:
+    damaged = bytearray(1000)
+    damaged[500] ^= 64
+    (folder / "__0_0.distcp").write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"1 of 2 files .* first __0_0.distcp: 1000 .*remove"):
+        check_files(folder)
+
+
+def test_missing_file_is_refused_by_its_name(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"first .metadata: unreadable: No such file"):
+        check_files(folder)
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[1]"])
+def test_list_that_cannot_be_read_is_refused(folder: Path, text: str | None) -> None:
+    if text is None:
+        (folder / FILES).unlink()
+    else:
+        (folder / FILES).write_text(text)
+    with pytest.raises(CheckpointError, match=r"files.json: cannot be read"):
+        check_files(folder)
