@@ -14,17 +14,16 @@ import it.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 from collections.abc import MutableMapping, Sequence
 
 from megarl.compat import sglang_cpu
+from megarl.linux import set_death_signal
 
 API_KEY_VARIABLE = "MEGARL_ROLLOUT_API_KEY"
 ADMIN_KEY_VARIABLE = "MEGARL_ROLLOUT_ADMIN_KEY"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def wants_cpu(argv: Sequence[str]) -> bool:
@@ -65,11 +64,9 @@ def take_keys(environ: MutableMapping[str, str]) -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends. Linux; else nothing."""
-    if sys.platform != "linux":
-        return
+    """Have the kernel kill this process when the one that started it ends."""
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    set_death_signal(signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was told
         sys.exit("the process that started this server has ended")
 

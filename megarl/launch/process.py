@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import time
@@ -18,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.errors import LaunchError
+from megarl.linux import libc, set_death_signal
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SHELL_SIGNAL_BASE = 128  # shells, srun and our warden report signal n as exit status 128 + n
 FORCE_AFTER_S = 5.0  # a warden ends its tree in well under a second
 KILL_ROUNDS_S = 5.0  # SIGKILL takes milliseconds; longer only in uninterruptible I/O
@@ -92,7 +90,7 @@ def kill_below(pid: int, grace_s: float) -> None:
     """End everything below `pid`: SIGTERM and up to `grace_s` seconds, then SIGKILL. Blocks.
 
     What is started meanwhile is found in the next round; the caller should be a subreaper
-    (`adopt_orphans`), so that no process leaves its tree by losing its parent.
+    (`linux.adopt_orphans`), so that no process leaves its tree by losing its parent.
     """
     if grace_s > 0:
         signal_all(descendants(pid), signal.SIGTERM)
@@ -109,32 +107,21 @@ def _wait_gone(pid: int, limit_s: float) -> None:
         time.sleep(0.02)
 
 
-def adopt_orphans() -> None:
-    """Make this process the new parent of any descendant whose own parent ends."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
 def dying_with_parent(signum: int) -> Callable[[], None]:
     """What a child runs before exec, so that the kernel sends it `signum` when this process ends.
 
     It holds for the child itself, not for its children, and follows the thread that started it:
     start processes from the main thread.
     """
-    libc = ctypes.CDLL(None, use_errno=True)  # not loaded between fork and exec
+    libc()  # not loaded between fork and exec
     parent = os.getpid()
 
     def before_exec() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signum)
+        set_death_signal(signum)
         if os.getppid() != parent:  # it ended before the kernel was told
             os._exit(SHELL_SIGNAL_BASE + signum)
 
     return before_exec
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
 def as_signal(status: int) -> int:

@@ -20,11 +20,11 @@ from collections.abc import MutableMapping
 from megarl.launch.cleanup import SharedFile, is_run_file, present, sweep, sweep_run, used_by
 from megarl.launch.process import (
     SHELL_SIGNAL_BASE,
-    adopt_orphans,
     descendants,
     dying_with_parent,
     kill_below,
 )
+from megarl.linux import adopt_orphans
 
 LOOK_EVERY_S = 2.0  # what processes that die by themselves had in /dev/shm is as old as this
 NODE_RANK = "{node_rank}"

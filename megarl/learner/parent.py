@@ -1,21 +1,18 @@
-"""Linux ties between a process and its parent: no rank outlives its launcher, no child its rank.
+"""How a rank is tied to its launcher, and how it leaves: no rank outlives the launcher.
 
-Imports nothing of megarl and no engine, so that the ties hold from the first line of a process.
+Imports no engine, so that the tie holds from the first line of a process.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 from typing import NoReturn
 
-PARENT_PID = "MEGARL_PARENT_PID"  # the launcher's pid, set for its ranks
+from megarl.linux import set_death_signal
 
-# From <linux/prctl.h>
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+PARENT_PID = "MEGARL_PARENT_PID"  # the launcher's pid, set for its ranks
 
 
 def die_with_parent(death_signal: signal.Signals) -> None:
@@ -23,15 +20,10 @@ def die_with_parent(death_signal: signal.Signals) -> None:
 
     Ends this process at once where the parent, if PARENT_PID names it, is gone already.
     """
-    _prctl(_PR_SET_PDEATHSIG, death_signal)
+    set_death_signal(death_signal)
     expected = os.environ.get(PARENT_PID)
     if expected and os.getppid() != int(expected):
         os._exit(1)
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of its descendants' orphans, so that it can end them."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def leave(status: int) -> NoReturn:
@@ -43,10 +35,3 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, int(value), 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")

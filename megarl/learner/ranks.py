@@ -24,8 +24,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from megarl.config.load import read_config
 from megarl.config.schema import Config
 from megarl.learner.failure import Exit, cgroup_oom_kills, describe, first_failure, memory_now
-from megarl.learner.parent import PARENT_PID, adopt_orphans, die_with_parent, leave
+from megarl.learner.parent import PARENT_PID, die_with_parent, leave
 from megarl.learner.phases import host_name, read_phases, write_json
+from megarl.linux import adopt_orphans
 
 log = logging.getLogger(__name__)
 

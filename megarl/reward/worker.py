@@ -16,7 +16,6 @@ import ctypes
 import inspect
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from megarl.errors import RewardError
+from megarl.linux import set_death_signal
 from megarl.reward.exact import score_exact
 from megarl.reward.function import UserFunction, checked_value, is_async, load_function
 from megarl.reward.gym import make_gym_scorer
@@ -34,7 +34,6 @@ from megarl.types import Reward, RewardState
 FLUSH_S = 0.01  # outcomes are kept back no longer than this before the next score is begun
 IDLE = -1  # of `current`, while no single response is being scored
 MAX_REASON = 300
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,5 +169,4 @@ def _reason(error: Exception) -> str:
 def _leave_with_parent() -> None:
     """Own session, so that Ctrl-C reaches the controller alone; killed when the controller dies."""
     os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    set_death_signal(signal.SIGKILL)
