@@ -47,10 +47,11 @@ def take_keys(environ: MutableMapping[str, str]) -> list[str]:
     """SGLang's key flags from megarl's variables, which leave the environment.
 
     SGLang reads keys from its arguments only, and those of a process are visible to every user of
-    the machine; these are added after the process has started.
+    the machine; these are added after the process has started. Flag and key are one argument: a
+    random key may begin with a dash.
 
-    >>> take_keys({"MEGARL_ROLLOUT_API_KEY": "a", "PATH": "p"})
-    ['--api-key', 'a']
+    >>> take_keys({"MEGARL_ROLLOUT_API_KEY": "-a", "PATH": "p"})
+    ['--api-key=-a']
     """
     flags: list[str] = []
     for variable, flag in (
@@ -59,7 +60,7 @@ def take_keys(environ: MutableMapping[str, str]) -> list[str]:
     ):
         key = environ.pop(variable, "")
         if key:
-            flags += [flag, key]
+            flags.append(f"{flag}={key}")
     return flags
 
 

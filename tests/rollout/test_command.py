@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from megarl.compat import sglang_server
 from megarl.rollout import command
 from megarl.rollout.command import Device, ServerCommand, ServerPlace, server_command
@@ -23,7 +25,7 @@ def test_keys_travel_in_the_environment_only() -> None:
     assert not [word for word in made_command.argv if "sesame" in word]
     assert "sesame" not in repr(made_command) + repr(PLACE)
     flags = sglang_server.take_keys(dict(made_command.env))
-    assert " ".join(flags) == "--api-key open-sesame --admin-api-key root-sesame"
+    assert " ".join(flags) == "--api-key=open-sesame --admin-api-key=root-sesame"
 
 
 def test_names_shared_with_the_server_module_are_the_same() -> None:
@@ -65,3 +67,11 @@ def test_servers_and_their_restarts_sample_with_different_seeds() -> None:
     places = [ServerPlace(i, n, "h", 1, "k", "a") for i in range(3) for n in range(3)]
     seeds = {value(server_command(config, p, "cpu").argv, "--random-seed") for p in places}
     assert len(seeds) == len(places)
+
+
+def test_key_that_begins_with_a_dash_is_read_as_a_key() -> None:
+    flags = take_keys({"MEGARL_ROLLOUT_API_KEY": "-dash", "MEGARL_ROLLOUT_ADMIN_KEY": "--dash"})
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--api-key")
+    parser.add_argument("--admin-api-key")
+    assert vars(parser.parse_args(flags)) == {"api_key": "-dash", "admin_api_key": "--dash"}
