@@ -32,6 +32,10 @@ class ServerGoneError(MegarlError):
     """The server closed the connection, refused it, or failed by itself: ask another one."""
 
 
+class LateError(ServerGoneError):
+    """The responses did not end in time: the server is too slow for the deadline, or hangs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How responses are sampled. `temperature` 0 is greedy, whose log-probs are at temperature 1.
@@ -78,8 +82,8 @@ class RolloutClient:
         """One response to the prompt for each of `request_ids`, in their order.
 
         Late or cancelled, the requests are aborted on the server. Raises ServerGoneError where
-        another server should be asked, RolloutError where the request or the reply is wrong, or the
-        deadline passed.
+        another server should be asked, its LateError where the deadline passed, and RolloutError
+        where the request or the reply is wrong.
         """
         body = {
             "input_ids": [list(prompt_ids)] * len(request_ids),
@@ -100,7 +104,7 @@ class RolloutClient:
                 reply = await self._post(endpoint, "/generate", body)
         except TimeoutError:
             await self._abort(endpoint, request_ids)
-            raise RolloutError(
+            raise LateError(
                 f"{endpoint.name}: {request_ids[0]} and {len(request_ids) - 1} more of its group "
                 f"did not end within deadline.generate_s={deadline_s:g}; they are aborted. Raise "
                 "it, or lower rollout.sampling.max_new_tokens or rollout.max_inflight_samples"

@@ -22,6 +22,7 @@ from megarl.errors import ConfigError, RolloutError
 from megarl.rollout.client import (
     NO_VERSION,
     Completion,
+    LateError,
     RolloutClient,
     Sampling,
     ServerGoneError,
@@ -180,6 +181,11 @@ class Collector:
             async with self._pool.acquire(request.version, request.num_samples) as endpoint:
                 try:
                     return _at_version(await self._ask(endpoint, request), request)
+                except LateError as error:
+                    if await self._pool.answers(endpoint):
+                        raise RolloutError(str(error)) from error
+                    log.warning("server hangs, restarted server=%s why=%s", endpoint.name, error)
+                    self._pool.restart(endpoint.name, endpoint.incarnation)
                 except ServerGoneError as error:
                     log.warning("group issued again group=%s why=%s", request.group_id, error)
                     key = (endpoint.name, endpoint.incarnation)

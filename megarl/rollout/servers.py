@@ -172,6 +172,17 @@ class ServerPool:
         if not is_known:
             self._in_background(self._resolve_doubt(server))
 
+    async def answers(self, endpoint: ServerEndpoint) -> bool:
+        """Whether a server's scheduler answers, at the latest after SUSPECT_S."""
+        assert self._starter is not None
+        try:
+            async with asyncio.timeout(SUSPECT_S):
+                # SGLang's HTTP side outlives its scheduler by seconds, so the scheduler is asked.
+                await control.until(control.is_healthy, self._starter.http, endpoint)
+        except TimeoutError:
+            return False
+        return True
+
     def _named(self, name: str) -> Server:
         return next(server for server in self._servers if server.name == name)
 
@@ -182,14 +193,10 @@ class ServerPool:
 
     async def _resolve_doubt(self, server: Server) -> None:
         """Route to it again once it answers; kill it where it does not. `_watch` sees its end."""
-        assert self._starter is not None
         endpoint = server.endpoint
         try:
-            async with asyncio.timeout(SUSPECT_S):
-                # SGLang's HTTP side outlives its scheduler by seconds, so the scheduler is asked.
-                await control.until(control.is_healthy, self._starter.http, endpoint)
-        except TimeoutError:
-            self.restart(server.name, endpoint.incarnation)
+            if not await self.answers(endpoint):
+                self.restart(server.name, endpoint.incarnation)
         finally:
             version = self._in_doubt.pop(endpoint)
         if server.endpoint == endpoint and server.state == "unsynced" and not server.refusal:

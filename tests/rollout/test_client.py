@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from megarl.errors import RolloutError
-from megarl.rollout.client import RolloutClient, Sampling, ServerGoneError
+from megarl.rollout.client import LateError, RolloutClient, Sampling, ServerGoneError
 from megarl.rollout.ports import free_port
 from megarl.types import ServerEndpoint, VersionSpan
 from tests.rollout.running import Body, FakeServer, Fleet, fake_pool, good_reply, make_config
@@ -147,7 +147,7 @@ async def test_late_group_is_aborted_on_the_server_and_named(tmp_path: Path) -> 
     server, endpoint = await listening(fleet)
     fleet.answers.append(late)
     client = RolloutClient()
-    with pytest.raises(RolloutError, match="deadline.generate_s=0.2"):
+    with pytest.raises(LateError, match="deadline.generate_s=0.2"):
         await client.generate(endpoint, (3, 4), ("a", "b"), SAMPLING, 0.2)
     assert sorted(server.aborted) == ["a", "b"]
     await client.close()

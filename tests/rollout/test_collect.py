@@ -13,6 +13,7 @@ from aiohttp import web
 
 from megarl.buffer.groupfile import read_group
 from megarl.errors import ConfigError, RolloutError
+from megarl.rollout import servers as servers_module
 from megarl.rollout.collect import Collector
 from megarl.rollout.servers import ServerPool
 from megarl.types import Group
@@ -137,6 +138,40 @@ async def test_failure_of_one_group_aborts_the_others(tmp_path: Path) -> None:
         with pytest.raises(RolloutError, match="too long"):
             await collected(collector, 2)
         assert len(fleet.servers[0].aborted) == 4
+
+
+async def test_server_that_hangs_is_started_again_and_its_groups_come_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "SUSPECT_S", 0.3)
+
+    async def hangs(server: FakeServer, body: Body) -> web.StreamResponse:
+        server.is_healthy = False
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    async with collecting(tmp_path, deadline={"generate_s": 0.5}) as (collector, pool, fleet):
+
+        async def hook(endpoint: Any) -> None:
+            pool.mark_verified(verified([endpoint], 0))
+
+        pool.on_restart = hook
+        fleet.answers += [hangs, hangs]
+        groups = await collected(collector, 4)
+        assert sorted(g.group_id for g in groups) == [f"v000000-{i:04d}" for i in range(4)]
+        assert len(fleet.servers) == 2
+
+
+async def test_late_group_of_a_server_that_answers_ends_the_rollout(tmp_path: Path) -> None:
+    async def late(server: FakeServer, body: Body) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    async with collecting(tmp_path, deadline={"generate_s": 0.5}) as (collector, _, fleet):
+        fleet.answers.append(late)
+        with pytest.raises(RolloutError, match=r"deadline\.generate_s=0\.5"):
+            await collected(collector, 1)
+        assert len(fleet.servers) == 1
 
 
 async def test_room_of_cancelled_groups_is_free_again(tmp_path: Path) -> None:
