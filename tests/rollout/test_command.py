@@ -70,7 +70,9 @@ def test_servers_and_their_restarts_sample_with_different_seeds() -> None:
 
 
 def test_key_that_begins_with_a_dash_is_read_as_a_key() -> None:
-    flags = take_keys({"MEGARL_ROLLOUT_API_KEY": "-dash", "MEGARL_ROLLOUT_ADMIN_KEY": "--dash"})
+    flags = sglang_server.take_keys(
+        {"MEGARL_ROLLOUT_API_KEY": "-dash", "MEGARL_ROLLOUT_ADMIN_KEY": "--dash"}
+    )
     parser = argparse.ArgumentParser()
     parser.add_argument("--api-key")
     parser.add_argument("--admin-api-key")
