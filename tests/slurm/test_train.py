@@ -32,6 +32,7 @@ def test_quickstart_runs_with_the_learner_on_one_node_and_the_server_on_the_othe
     log = tmp_path / "job.log"
     job = cluster.submit(
         f"--output={log}",
+        "--nodes=2",  # of one host
         "slurm/train.sbatch",
         "examples/quickstart.toml",
         *("--run.dir", str(run.parent)),
