@@ -24,6 +24,12 @@ def _entries() -> list[str]:
     return [path.name for path in SHM.glob(f"megarl_{RUN}_*")]
 
 
+def test_full_shared_memory_is_told_with_what_is_needed_and_leaves_no_file() -> None:
+    with pytest.raises(WeightSyncError, match=rf"needs {2**60 + 4096} bytes .* are free; give"):
+        Arena(RUN, 0, 0, 2**60, DIGEST)
+    assert _entries() == []
+
+
 def test_what_the_owner_writes_the_reader_sees_with_its_stamp() -> None:
     arena = Arena(RUN, 0, 3, 256, DIGEST)
     reader = ArenaReader(arena.ref, DIGEST)
