@@ -41,6 +41,8 @@ class Inputs:
 def load_inputs(config: Config) -> Inputs:
     """Read tokenizer and prompt files. ConfigError, ModelError or DataError name what is wrong."""
     tokenizer = load_tokenizer(config.actor.model)
+    for text in config.rollout.sampling.stop:
+        tokenizer.stop_id(text)
     prompts = load_prompts(config, tokenizer)
     held_out: tuple[Prompt, ...] = ()
     if config.eval.prompts:
@@ -55,7 +57,12 @@ def finished_version(run_dir: Path) -> int:
 
 
 async def train(
-    config: Config, run_dir: Path, inputs: Inputs, learner: LearnerClient, servers: ServerPool
+    config: Config,
+    run_dir: Path,
+    inputs: Inputs,
+    reward: Scorer,
+    learner: LearnerClient,
+    servers: ServerPool,
 ) -> None:
     """Run or continue the loop on engines that are up. Prints the end table."""
     wandb = WandbRun.start(config.observe.wandb, run_dir, config.model_dump())
@@ -64,22 +71,21 @@ async def train(
     rollout = Collector(config, servers, run_dir, inputs.tokenizer)
     saved = newest(run_dir)
     try:
-        async with Scorer(config) as reward:
-            loop = Loop(
-                config=config,
-                prompts=PromptSampler(inputs.prompts, config.run.seed, config.prompts.shuffle),
-                rollout=rollout,
-                reward=reward,
-                buffer=Buffer(config),
-                learner=learner,
-                weight_sync=Publisher(learner, servers, metrics),
-                evaluation=Evaluation(config, inputs.eval_prompts, rollout, reward),
-                checkpoints=Checkpoints(config, run_dir, learner),
-                metrics=metrics,
-                progress=progress,
-            )
-            start = await begin(loop, run_dir, saved, inputs, servers)
-            await loop.run(start)
+        loop = Loop(
+            config=config,
+            prompts=PromptSampler(inputs.prompts, config.run.seed, config.prompts.shuffle),
+            rollout=rollout,
+            reward=reward,
+            buffer=Buffer(config),
+            learner=learner,
+            weight_sync=Publisher(learner, servers, metrics),
+            evaluation=Evaluation(config, inputs.eval_prompts, rollout, reward),
+            checkpoints=Checkpoints(config, run_dir, learner),
+            metrics=metrics,
+            progress=progress,
+        )
+        start = await begin(loop, run_dir, saved, inputs, servers)
+        await loop.run(start)
     finally:
         await rollout.close()
         if wandb:

@@ -34,6 +34,7 @@ from megarl.learner.client import LearnerClient
 from megarl.learner.phases import read_phases
 from megarl.observe.metrics import read_rows
 from megarl.observe.progress import Progress, end_table
+from megarl.reward.base import Scorer
 from megarl.rollout.servers import ServerPool
 
 log = logging.getLogger(__name__)
@@ -140,6 +141,11 @@ class _Run:
             loop.add_signal_handler(signum, received, signum)
 
     async def _work(self) -> None:
+        """Make the scorer, then train: what is wrong with a reward costs no start of engines."""
+        async with Scorer(self._config) as reward:
+            await self._train(reward)
+
+    async def _train(self, reward: Scorer) -> None:
         """Start both engines, run the loop on them, end them."""
         run_dir = self._folder.path
         endpoint = run_dir / "endpoints" / "learner.json"
@@ -162,7 +168,7 @@ class _Run:
             async with LearnerClient(
                 facts["url"], facts["api_key"], self._config.deadline, failure_file
             ) as learner:
-                loop = train(self._config, run_dir, self._inputs, learner, servers)
+                loop = train(self._config, run_dir, self._inputs, reward, learner, servers)
                 await self._while_alive(process, loop)
                 await learner.shutdown()
                 with contextlib.suppress(TimeoutError):

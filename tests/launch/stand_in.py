@@ -4,6 +4,7 @@ The learner's Python is a script that runs this file, so that all of launch/ is 
 """
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -74,7 +75,7 @@ def controller(run_dir: Path, behavior: str) -> int:
     from megarl.config.schema import Config
     from megarl.launch import run
 
-    async def train(config, where, inputs, learner, servers) -> None:  # type: ignore[no-untyped-def]
+    async def train(config, where, inputs, reward, learner, servers) -> None:  # type: ignore[no-untyped-def]
         (run_dir / "training").touch()
         if behavior == "disk full":
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -82,6 +83,8 @@ def controller(run_dir: Path, behavior: str) -> int:
 
     run.load_inputs = lambda config: None  # type: ignore[assignment, return-value]
     run.train, run.ServerPool, run.LearnerClient = train, Servers, Client  # type: ignore
+    if behavior != "wrong reward":
+        run.Scorer = lambda config: contextlib.nullcontext()  # type: ignore
     run.SHUTDOWN_S = 0.1
     run_dir.mkdir()
     python = run_dir / "python"
@@ -90,7 +93,8 @@ def controller(run_dir: Path, behavior: str) -> int:
     )
     python.chmod(0o755)
     launch = {"device": "cpu", "kind": "local", "learner_python": str(python)}
-    config = Config.model_validate({"actor": {"model": "m"}, "launch": launch})
+    reward = {"kind": "function", "function": f"{__file__}:nope"}
+    config = Config.model_validate({"actor": {"model": "m"}, "launch": launch, "reward": reward})
     return run.run_training(config, run_dir)
 
 

@@ -76,6 +76,14 @@ def test_killed_controller_takes_everything_with_it(run: Run) -> None:
     until(lambda: not list(Path("/dev/shm").glob(f"megarl_{run_id(run)}_*")), limit_s=1)
 
 
+@pytest.mark.parametrize("run", ["wrong reward"], indirect=True)
+def test_reward_function_that_is_not_there_ends_the_run_before_an_engine_starts(run: Run) -> None:
+    status, stderr = run.end(limit_s=60)
+    assert status == 1
+    assert "no 'nope'" in stderr
+    assert not (run.run_dir / "logs" / "learner.log").exists()
+
+
 @pytest.mark.parametrize("run", ["learner dies"], indirect=True)
 def test_dead_learner_ends_the_run_with_its_account(run: Run) -> None:
     status, stderr = run.end(limit_s=30)
@@ -106,7 +114,10 @@ def test_full_disk_is_told_with_the_folder_and_what_to_do(run: Run) -> None:
 @pytest.mark.parametrize("run", ["done"], indirect=True)
 def test_finished_run_ends_with_status_0_and_leaves_nothing(run: Run) -> None:
     status, stderr = run.end(limit_s=30)
-    assert (status, stderr) == (0, "")
+    assert status == 0
+    told = [line.split(" after ")[0] for line in stderr.splitlines()]
+    assert told[0].startswith("starting 1 learner ranks")
+    assert sorted(told[1:]) == ["learner ready", "rollout servers ready"]
     assert json.loads((run.run_dir / "run.lock").read_text())["pid"] == run.process.pid
     assert (run.run_dir / "config.toml").exists()
 
