@@ -160,10 +160,12 @@ def late(deadline_s: float) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The error, and the last line of code that it passed."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """The error, and the last line of code that it passed, but for our refusal of a value."""
     text = f"{type(error).__name__}: {error}"[:MAX_REASON]
-    return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or frames[-1].filename == checked_value.__code__.co_filename:
+        return text
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno})"
 
 
 def _leave_with_parent() -> None:
