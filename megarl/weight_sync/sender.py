@@ -6,19 +6,21 @@ reads are live parameters by the local names of the learner's layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.arena import arena_layout
 from megarl.reshard.execute import slices
-from megarl.reshard.layout import Layout, disjoint_cover, local_box
+from megarl.reshard.layout import Layout, Piece, disjoint_cover, local_box
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import ServerMesh
 from megarl.reshard.plan import Plan, make_plan
 from megarl.reshard.sglang import sglang_layout
+from megarl.weight_sync import coverage
 from megarl.weight_sync.checksum import add, box_checksum
 from megarl.weight_sync.control import WIRE_DTYPES, SourceSpec, arena_digest
 from megarl.weight_sync.transport.shared import Arena, ArenaRef
@@ -33,6 +35,11 @@ class Route:
     offsets: Mapping[str, int]
     num_bytes: int
     digest: str
+
+    @cached_property
+    def pieces(self) -> Mapping[int, Sequence[Piece]]:
+        """What each server rank holds, as its checksums are listed: for every sync and server."""
+        return coverage.held(self.destination)
 
 
 class Sender:

@@ -20,7 +20,6 @@ from megarl.errors import MegarlError, WeightSyncError
 from megarl.reshard.mesh import ServerMesh
 from megarl.reshard.plan import minimum_elements
 from megarl.types import ServerEndpoint, ServerSync, SyncReport
-from megarl.weight_sync import coverage
 from megarl.weight_sync.acks import AckBoard
 from megarl.weight_sync.checksum import add
 from megarl.weight_sync.control import WIRE_DTYPES, ControlMessage, SourceSpec, stamp
@@ -217,7 +216,7 @@ class WeightSync:
         mesh = self._mesh(server)
         arenas = {part.rank: part.arenas[mesh] for part in staged if mesh in part.arenas}
         messages = self._messages(server, mesh, order, arenas)
-        evidence = Evidence(coverage.held(self.sender.route(mesh).destination), wanted)
+        evidence = Evidence(self.sender.route(mesh).pieces, wanted)
         results[index] = publish_to(server, messages, evidence, self._board, until)
 
     def _messages(
