@@ -67,6 +67,7 @@ class Front:
         self._running: Call | None = None
         self._open: set[Call] = set()
         self._started_at = 0.0
+        self._watch: asyncio.TimerHandle | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="front", daemon=True)
 
@@ -93,7 +94,7 @@ class Front:
         self._started_at = time.monotonic()
         self._running = call
         limit_s = deadline_s(call.verb, self._deadlines)
-        self._loop.call_soon_threadsafe(self._loop.call_later, limit_s, self._late, call, limit_s)
+        self._loop.call_soon_threadsafe(self._watch_over, call, limit_s)
 
     def answer(self, call: Call, body: bytes | None, error: str = "", kind: str = "") -> None:
         """The rank loop has ended `call`, with a result or an error."""
@@ -162,6 +163,11 @@ class Front:
         finally:
             self._open.discard(call)
         return web.Response(body=result, content_type="application/json")
+
+    def _watch_over(self, call: Call, limit_s: float) -> None:
+        if self._watch is not None:
+            self._watch.cancel()  # else every call would be kept until its deadline
+        self._watch = self._loop.call_later(limit_s, self._late, call, limit_s)
 
     def _late(self, call: Call, limit_s: float) -> None:
         if self._running is not call or call.result.done():
