@@ -6,6 +6,7 @@ Owns nothing but that translation. How weights travel and are proved is `weight_
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -21,6 +22,9 @@ RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 """Set by the launcher; names this start's shared memory, which the launcher sweeps at the end."""
 
 
+STAGING_S = 1800.0  # for ranks to wait for each other besides what deadline.sync_s bounds
+
+
 def build_weight_sync(learner: Learner) -> WeightSync:
     """This rank's half of stage g, over its live weights. Collective over all learner ranks.
 
@@ -33,7 +37,9 @@ def build_weight_sync(learner: Learner) -> WeightSync:
         rank=ranks.rank,
         parameters=learner.weights,
         dtype=config.learner.precision.params,
-        group=dist.new_group(backend="gloo"),
+        group=dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=config.deadline.sync_s + STAGING_S)
+        ),
         host=listen_address(),
         cpu_servers=ranks.device.type == "cpu",
         deadline_s=config.deadline.sync_s,
