@@ -101,13 +101,13 @@ async def begin(
     probes = inputs.prompts[: config.parity.num_prompts]
     gate, baseline = config.parity.enabled, None
     start = saved.version if saved else 0
-    forget_from(loop, run_dir, start)
     if saved:
         await restore(loop, saved)
-    elif gate:
-        server = servers.endpoints()[0]
-        baseline = await parity.mean_difference(loop.rollout, loop.learner, probes, server)
-        parity.check(config, baseline, None, "at start")
+    forget_from(loop, run_dir, start)
+    if gate and not saved:
+        for server in servers.endpoints()[:1]:  # none where it died since it was up
+            baseline = await parity.mean_difference(loop.rollout, loop.learner, probes, server)
+            parity.check(config, baseline, None, "at start")
     loop.metrics.event("start", version=start, worst_staleness_steps=config.worst_staleness_steps)
     loop.progress.note(
         f"{'continuing' if saved else 'starting'} at version {start} of {config.loop.versions}: "
@@ -118,8 +118,8 @@ async def begin(
     )
     await loop.weight_sync.publish(start)
     if gate:
-        server = servers.endpoints()[0]
-        mean = await parity.mean_difference(loop.rollout, loop.learner, probes, server)
+        async with servers.acquire(start) as server:
+            mean = await parity.mean_difference(loop.rollout, loop.learner, probes, server)
         parity.check(config, mean, baseline, "after the first weight sync")
     return start
 
