@@ -53,12 +53,14 @@ class RankLoop:
         """Until `shutdown`. Raises LearnerError where the learner cannot go on."""
         while True:
             call = self._front.calls.get() if self._front else None
+            self._sequence += 1
+            if call and self._front:  # a rank that hangs while idle never takes the broadcast
+                self._phases.begin(call.verb.name, self._sequence)
+                self._phases.mark("telling the other ranks")
+                self._front.begin(call, self._sequence)
             payload = self._control.broadcast(_pack(call) if call else None)
             verb, body = _unpack(payload)
-            self._sequence += 1
             self._phases.begin(verb.name, self._sequence)
-            if call and self._front:
-                self._front.begin(call, self._sequence)
             failures = self._verb(verb, body, call)
             if failures and verb.changes_weights:
                 raise LearnerError(

@@ -85,6 +85,19 @@ async def test_late_verb_names_the_rank_that_has_not_finished(toy) -> None:
     assert not running.left()
 
 
+async def test_verb_is_late_too_where_a_rank_hung_before_it(toy) -> None:
+    running = toy("[deadline]\nlearner_verb_s = 1.0\n")
+    async with running.client(DeadlineConfig(learner_verb_s=1.0)) as client:
+        await client.score(batch(0))
+        pid = running.rank_pid(1)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(LearnerError, match=rf"deadline of . s.*rank 1 \(.*pid {pid}, in idle"):
+            await client.score(batch(0))
+        os.kill(pid, signal.SIGCONT)  # else torch's launcher waits 30 s for it to take SIGTERM
+    assert running.process.wait(10) == 1
+    assert not running.left()
+
+
 async def test_killed_rank_is_named_with_signal_and_phase(toy) -> None:
     running = toy()
     async with running.client() as client:
