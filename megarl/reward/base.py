@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from megarl.config.schema import Config
-from megarl.errors import RewardError
+from megarl.errors import ConfigError, RewardError
 from megarl.reward.pool import ScoringPool
 from megarl.reward.worker import ScorerSpec
 from megarl.types import Group, Reward
@@ -39,8 +39,11 @@ class Scorer:
         self._lost_in_a_row: list[Reward] = []
 
     async def start(self) -> None:
-        """Start the processes. Raises RewardError where the scorer cannot be made."""
-        await self._pool.start()
+        """Start the processes. Raises ConfigError where the scorer cannot be made."""
+        try:
+            await self._pool.start()
+        except RewardError as error:
+            raise ConfigError(str(error)) from error
 
     async def close(self) -> None:
         """End the processes."""

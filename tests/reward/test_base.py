@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import ActorConfig, Config, DeadlineConfig, RewardConfig, RolloutConfig
-from megarl.errors import RewardError
+from megarl.errors import ConfigError, RewardError
 from megarl.reward.base import Scorer
 from megarl.types import Group, Prompt, Reward, Sample
 
@@ -200,9 +200,9 @@ async def test_one_value_in_a_step_keeps_the_run_going(user_file: Path) -> None:
 
 
 @pytest.mark.parametrize("function", ["absent.py:score", "mine.py:absent"])
-async def test_unfit_function_is_a_reward_error_at_start(user_file: Path, function: str) -> None:
+async def test_unfit_function_is_a_config_error_at_start(user_file: Path, function: str) -> None:
     settings = config("function", function=f"{user_file.parent}/{function}")
-    with pytest.raises(RewardError, match=r"reward.function = .*absent"):
+    with pytest.raises(ConfigError, match=r"reward.function = .*absent"):
         await Scorer(settings).start()
 
 
