@@ -82,9 +82,9 @@ def controller(run_dir: Path, behavior: str) -> int:
         await asyncio.sleep(0 if behavior == "done" else 60)
 
     run.load_inputs = lambda config: None  # type: ignore[assignment, return-value]
-    run.train, run.ServerPool, run.LearnerClient = train, Servers, Client  # type: ignore
+    run.train, run.ServerPool, run.LearnerClient = train, Servers, Client  # type: ignore[assignment,misc]
     if behavior != "wrong reward":
-        run.Scorer = lambda config: contextlib.nullcontext()  # type: ignore
+        run.Scorer = lambda config: contextlib.nullcontext()  # type: ignore[assignment,misc]
     run.SHUTDOWN_S = 0.1
     run_dir.mkdir()
     python = run_dir / "python"

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +37,6 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> list[Built]:
-    if find_spec("megatron") is None:
-        pytest.skip("megatron-core is not installed")
     out = tmp_path_factory.mktemp("megatron")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     program = ["--nproc-per-node", "2", "-m", "tests.reshard.megatron_models", str(out)]

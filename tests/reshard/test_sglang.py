@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -71,8 +70,6 @@ def save_model(folder: Path, shape: ModelShape) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[Loaded]:
-    if find_spec("sglang") is None:
-        pytest.skip("sglang is not installed")
     root = tmp_path_factory.mktemp("sglang")
     shapes = [
         tiny_shape(
