@@ -49,6 +49,41 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2): queries, keys and values through low ranks.
+
+    `q_lora_rank` is None where queries are projected at full rank.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """The routed experts of the layers that have them. `shared_intermediate_size` 0 is none.
+
+    `router_bias` is the per-expert correction of DeepSeek-V3 (e_score_correction_bias). The other
+    fields say how the router chooses.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_intermediate_size: int
+    shared_intermediate_size: int
+    router_bias: bool
+    scoring: str
+    normalize: bool
+    scaling: float
+    num_groups: int
+    groups_per_token: int
+    dense_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Everything that the engines and the layouts need to know about the policy but its weights."""
 
@@ -67,6 +102,20 @@ class ModelShape:
     rope_theta: float
     rope_scaling: Llama3Rope | None
     max_positions: int
+    rotary_fraction: float = 1.0
+    attention_output_gate: bool = False
+    mla: LatentAttention | None = None
+    moe: MixtureOfExperts | None = None
+    num_mtp_layers: int = 0
+    fp8_block: tuple[int, int] | None = None
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """For each decoder layer, "dense" or "moe"."""
+        if self.moe is None:
+            return ("dense",) * self.num_layers
+        dense = self.moe.dense_layers
+        return tuple("dense" if i in dense else "moe" for i in range(self.num_layers))
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -143,11 +192,11 @@ def _family(path: Path, config: Mapping[str, object]) -> Family:
     if found[0] not in FAMILIES:
         raise ModelError(f"{path}: architecture {found[0]} is not supported; use one of {known}")
     family = FAMILIES[found[0]]
-    model_type = config.get("model_type", family.model_type)
-    if model_type != family.model_type:
+    model_type = config.get("model_type", family.model_types[0])
+    if model_type not in family.model_types:
         raise ModelError(
             f"{path}: model_type is {model_type!r} beside architecture {family.architecture}; "
-            f"engines choose by one or the other, so it must be {family.model_type!r}"
+            f"engines choose by one or the other, so it must be {family.model_types[0]!r}"
         )
     return family
 
@@ -180,8 +229,8 @@ class _Reader:
             intermediate_size=self._size("intermediate_size"),
             vocab_size=self._size("vocab_size"),
             tie_embeddings=self._flag("tie_word_embeddings"),
-            qkv_bias=self.family.qkv_bias,
-            qk_norm=self.family.qk_norm,
+            qkv_bias=self.family.qkv_bias is True,
+            qk_norm=self.family.qk_norm is True,
             rms_norm_eps=self._real("rms_norm_eps", self.config),
             rope_theta=theta,
             rope_scaling=scaling,

@@ -1,7 +1,8 @@
 """A layout: for each rank, which box of which global tensor it holds, in which local tensor, where.
 
-Owns boxes, pieces and what follows from them alone: digest, atoms, disjoint cover. Knows nothing of
-Megatron, SGLang or files; to this module they are all layouts.
+Owns boxes, pieces and the layout itself, kept as one template for each kind of block, because a
+model is a few kinds of blocks many times over. Knows nothing of Megatron, SGLang or files; to this
+module they are all layouts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.actor.parameters import Parameter
+from megarl.actor.parameters import Block, BlockTable, Parameter
 
 Box = tuple[tuple[int, int], ...]
 """Half-open intervals, one for each dim."""
@@ -30,7 +31,11 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Global `box` of parameter `tensor` lies in tensor `local` from offset `at` on, per dim."""
+    """Global `box` of parameter `tensor` lies in tensor `local` from offset `at` on, per dim.
+
+    A local tensor may have fewer dims than the parameter: then it lacks the leading ones, along
+    which the box has one index (one expert of a stack).
+    """
 
     tensor: str
     box: Box
@@ -47,6 +52,60 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """One distinct content of a local tensor, and the positions in the stage that hold it.
+
+    Positions of one shard are replicas of one another. Pieces and paddings tile the tensor.
+    """
+
+    holders: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    paddings: tuple[Padding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensor:
+    """A local tensor as all ranks of one stage hold it; names in it may hold `{layer}`."""
+
+    name: str
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """How the ranks of a stage hold one kind of block."""
+
+    kind: str
+    tensors: tuple[ShardedTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One block in one place: `blocks[block]` is held by `stages[stage]` as `templates[template]`.
+
+    `layer` is the number that local names carry, `prefix` stands before them. A block may have
+    several sites: each is a copy of it, or of some of its tensors.
+    """
+
+    block: int
+    stage: int
+    template: int
+    layer: int | None = None
+    prefix: str = ""
+
+    def name(self, template: str) -> str:
+        """A local name at this site.
+
+        >>> Site(0, 0, 0, 7).name("decoder.layers.{layer}.mlp.linear_fc2.weight")
+        'decoder.layers.7.mlp.linear_fc2.weight'
+        """
+        if self.layer is not None:
+            template = template.replace("{layer}", str(self.layer))
+        return self.prefix + template
+
+
+@dataclass(frozen=True, slots=True)
 class RankLayout:
     """All that one rank holds; pieces and paddings tile its tensors exactly."""
 
@@ -58,24 +117,86 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """`parameters` laid out over `ranks`, in rank order. `kind` says whose layout it is."""
+    """The parameters of `table` laid out over ranks. `kind` says whose layout it is.
+
+    `stages` are groups of ranks that hold the same blocks: position i of a shard's holders is
+    `stages[site.stage][i]`. A rank may stand in several stages.
+    """
 
     kind: str
-    parameters: tuple[Parameter, ...]
-    ranks: tuple[RankLayout, ...]
+    table: BlockTable
+    templates: tuple[BlockLayout, ...]
+    sites: tuple[Site, ...]
+    stages: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All parameters in the order of the forward pass."""
+        return self.table.parameters
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 over everything in the layout: equal digests are equal layouts."""
-        total = hashlib.sha256(repr((self.kind, self.parameters)).encode())
-        seen: dict[int, bytes] = {}  # replicas share their tuples
-        for rank in self.ranks:
-            total.update(b"rank %d" % rank.rank)
-            for part in (rank.tensors, rank.pieces, rank.paddings):
-                if id(part) not in seen:
-                    seen[id(part)] = hashlib.sha256(repr(part).encode()).digest()
-                total.update(seen[id(part)])
+        total = hashlib.sha256(self.kind.encode())
+        for part in (self.table.blocks, dict(self.table.kinds), self.templates, self.sites):
+            total.update(repr(part).encode())
+        total.update(repr(self.stages).encode())
         return total.hexdigest()
+
+    @cached_property
+    def rank_ids(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted({rank for stage in self.stages for rank in stage}))
+
+    @cached_property
+    def ranks(self) -> tuple[RankLayout, ...]:
+        """What each rank holds, written out, in rank order."""
+        return tuple(self.rank(rank) for rank in self.rank_ids)
+
+    def rank(self, rank: int) -> RankLayout:
+        """What one rank holds, written out."""
+        tensors: list[LocalTensor] = []
+        pieces: list[Piece] = []
+        paddings: list[Padding] = []
+        for site in self.sites:
+            positions = {i for i, held in enumerate(self.stages[site.stage]) if held == rank}
+            if not positions:
+                continue
+            block = self.table.blocks[site.block]
+            for tensor in self.templates[site.template].tensors:
+                for shard in tensor.shards:
+                    if positions.isdisjoint(shard.holders):
+                        continue
+                    name = site.name(tensor.name)
+                    tensors.append(LocalTensor(name, tensor.shape))
+                    pieces += (Piece(block.name(p.tensor), p.box, name, p.at) for p in shard.pieces)
+                    paddings += (Padding(name, padding.box) for padding in shard.paddings)
+        return RankLayout(rank, tuple(tensors), tuple(pieces), tuple(paddings))
+
+    def only(self, rank: int) -> Layout:
+        """The same layout with one rank alone: a plan to it is that rank's part of the work."""
+        stages = tuple((rank,) if rank in stage else () for stage in self.stages)
+        templates: dict[BlockLayout, int] = {}
+        sites = []
+        for site in self.sites:
+            held = [i for i, other in enumerate(self.stages[site.stage]) if other == rank]
+            if held:
+                alone = _held_by(self.templates[site.template], held[0])
+                index = templates.setdefault(alone, len(templates))
+                sites.append(Site(site.block, site.stage, index, site.layer, site.prefix))
+        kind = f"{self.kind}, rank {rank}"
+        return Layout(kind, self.table, tuple(templates), tuple(sites), stages)
+
+
+def _held_by(template: BlockLayout, position: int) -> BlockLayout:
+    """What one position holds of a block, as the layout of a stage of one rank."""
+    tensors = []
+    for tensor in template.tensors:
+        for shard in tensor.shards:
+            if position in shard.holders:
+                alone = Shard((0,), shard.pieces, shard.paddings)
+                tensors.append(ShardedTensor(tensor.name, tensor.shape, (alone,)))
+    return BlockLayout(template.kind, tuple(tensors))
 
 
 def overlap(a: Box, b: Box) -> Box | None:
@@ -112,17 +233,25 @@ def whole(shape: tuple[int, ...]) -> Box:
 def local_box(box: Box, at: tuple[int, ...]) -> Box:
     """Where `box` lies in a local tensor that holds it from offset `at` on.
 
+    A local tensor with fewer dims lacks the leading ones.
+
     >>> local_box(((6, 8), (0, 4)), (1, 0))
     ((1, 3), (0, 4))
+    >>> local_box(((7, 8), (6, 8), (0, 4)), (1, 0))
+    ((1, 3), (0, 4))
     """
-    return tuple((o, o + end - start) for (start, end), o in zip(box, at, strict=True))
+    own = box[len(box) - len(at) :]
+    return tuple((o, o + end - start) for (start, end), o in zip(own, at, strict=True))
 
 
 def offset_in(piece: Piece, box: Box) -> tuple[int, ...]:
     """The local offset of `box`, a part of `piece.box`."""
+    lacking = len(box) - len(piece.at)
     return tuple(
         at + start - origin
-        for at, (start, _), (origin, _) in zip(piece.at, box, piece.box, strict=True)
+        for at, (start, _), (origin, _) in zip(
+            piece.at, box[lacking:], piece.box[lacking:], strict=True
+        )
     )
 
 
@@ -200,10 +329,3 @@ def disjoint_cover(layout: Layout) -> tuple[tuple[Piece, ...], ...]:
             piece = Piece(atom.tensor, atom.box, holder.local, holder.at)
             cover[position[holder.rank]].append(piece)
     return tuple(tuple(pieces) for pieces in cover)
-
-
-def full_layout(parameters: tuple[Parameter, ...], kind: str = "whole tensors") -> Layout:
-    """One rank that holds every parameter whole, under its Hugging Face name."""
-    tensors = tuple(LocalTensor(p.name, p.shape) for p in parameters)
-    pieces = tuple(Piece(p.name, whole(p.shape), p.name, (0,) * len(p.shape)) for p in parameters)
-    return Layout(kind, parameters, (RankLayout(0, tensors, pieces),))

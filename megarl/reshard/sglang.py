@@ -1,4 +1,4 @@
-"""The layout of an SGLang server's model over tensor parallel ranks.
+"""The layout of SGLang servers over tensor, expert, data and pipeline parallel ranks.
 
 Owns SGLang's rules: fused qkv with copied KV heads, gate_up, vocabulary padding. Names are those of
 `named_parameters()`. Source: sglang 0.5.23, layers/linear.py, layers/vocab_parallel_embedding.py
@@ -8,32 +8,40 @@ and configs/update_config.py; the tests compare with SGLang's own loaders.
 from __future__ import annotations
 
 from megarl.actor.families import FAMILIES
-from megarl.actor.families.family import Kind
-from megarl.actor.parameters import layer_shapes, parameter_table
+from megarl.actor.parameters import Parameter, block_table
 from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
-from megarl.reshard.layout import Box, Layout, LocalTensor, Padding, Piece, RankLayout
+from megarl.reshard.layout import BlockLayout, Layout, RankLayout, ShardedTensor, Site
 from megarl.reshard.mesh import ServerMesh
+from megarl.reshard.rules import Heads, cut_tensor
 
 VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE, sglang vocab_parallel_embedding.py
 CPU_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, sglang configs/update_config.py
 
 
-def sglang_layout(shape: ModelShape, mesh: ServerMesh) -> Layout:
-    """All ranks of one server. Raises LayoutError where a size does not divide."""
-    return Layout(
-        f"sglang tp={mesh.tp}",
-        parameter_table(shape),
-        tuple(sglang_rank(shape, mesh, rank) for rank in range(mesh.tp)),
+def sglang_layout(
+    shape: ModelShape, mesh: ServerMesh, fp8_block: tuple[int, int] | None = None
+) -> Layout:
+    """All ranks of all servers. Raises LayoutError where a size does not divide."""
+    check_divisible(shape, mesh)
+    table = block_table(shape, fp8_block)
+    kinds = {kind: i for i, kind in enumerate(table.kinds)}
+    templates = tuple(
+        BlockLayout(kind, _tensors(shape, mesh, kind, parameters))
+        for kind, parameters in table.kinds.items()
     )
+    sites = tuple(
+        Site(number, 0, kinds[block.kind], block.layer) for number, block in enumerate(table.blocks)
+    )
+    ranks = tuple(range(mesh.servers * mesh.size))
+    return Layout(f"sglang tp={mesh.tp}", table, templates, sites, (ranks,))
 
 
 def sglang_rank(shape: ModelShape, mesh: ServerMesh, rank: int) -> RankLayout:
-    """One rank of `sglang_layout`, without building the others."""
-    check_divisible(shape, mesh)
-    if not 0 <= rank < mesh.tp:
-        raise LayoutError(f"server rank {rank} is not in a server of {mesh.tp} ranks")
-    return _Rank(shape, mesh.tp, rank).layout()
+    """One rank of `sglang_layout`."""
+    if not 0 <= rank < mesh.size:
+        raise LayoutError(f"server rank {rank} is not in a server of {mesh.size} ranks")
+    return sglang_layout(shape, mesh).rank(rank)
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -89,99 +97,19 @@ def _splits(shape: ModelShape, mesh: ServerMesh) -> bool:
     return heads_split and kv % tp == 0 and shape.intermediate_size % (CPU_PADDING * tp) == 0
 
 
-class _Rank:
-    """One rank's layout, being collected."""
-
-    def __init__(self, shape: ModelShape, tp: int, rank: int) -> None:
-        self.shape, self.tp, self.rank = shape, tp, rank
-        self.names = FAMILIES[shape.architecture].names
-        self.tensors: list[LocalTensor] = []
-        self.pieces: list[Piece] = []
-        self.paddings: list[Padding] = []
-
-    def layout(self) -> RankLayout:
-        """Everything this rank holds. A tied head is the embedding itself and not listed again."""
-        self._vocab("embedding")
-        for layer in range(self.shape.num_layers):
-            self._layer(layer)
-        self._boxes(
-            self.names["final_norm"].sglang,
-            (self.shape.hidden_size,),
-            [("final_norm", None, ((0, self.shape.hidden_size),), (0,))],
-        )
-        if not self.shape.tie_embeddings:
-            self._vocab("head")
-        return RankLayout(self.rank, tuple(self.tensors), tuple(self.pieces), tuple(self.paddings))
-
-    def _boxes(
-        self,
-        name: str,
-        size: tuple[int, ...],
-        boxes: list[tuple[Kind, int | None, Box, tuple[int, ...]]],
-    ) -> None:
-        self.tensors.append(LocalTensor(name, size))
-        for kind, layer, box, at in boxes:
-            hf = self.names[kind].hf.format(layer=layer)
-            self.pieces.append(Piece(hf, box, name, at))
-
-    def _vocab(self, kind: Kind) -> None:
-        """Rows [r, r + 1) * padded / tp; those at and beyond the vocabulary are padding."""
-        vocab, hidden = self.shape.vocab_size, self.shape.hidden_size
-        rows = padded_vocab_size(vocab, self.tp) // self.tp
-        start = min(self.rank * rows, vocab)
-        end = min(start + rows, vocab)
-        name = self.names[kind].sglang
-        box = ((start, end), (0, hidden))
-        self._boxes(name, (rows, hidden), [(kind, None, box, (0, 0))] if end > start else [])
-        if end - start < rows:
-            self.paddings.append(Padding(name, ((end - start, rows), (0, hidden))))
-
-    def _layer(self, layer: int) -> None:
-        shape, r = self.shape, self.rank
-        inner = shape.intermediate_size // self.tp
-        for kind, size in layer_shapes(shape).items():
-            name = self.names[kind].sglang.format(layer=layer)
-            rest = tuple((0, end) for end in size[1:])
-            zeros = (0,) * len(rest)
-            if kind in ("attention_norm", "mlp_norm", "query_norm", "key_norm"):
-                self._boxes(name, size, [(kind, layer, ((0, size[0]),), (0,))])
-            elif kind == "query":
-                self._qkv(name, layer, ("query", "key", "value"), size[1:])
-            elif kind == "query_bias":
-                self._qkv(name, layer, ("query_bias", "key_bias", "value_bias"), ())
-            elif kind in ("attention_output", "down"):
-                columns = size[1] // self.tp
-                box = ((0, size[0]), (r * columns, (r + 1) * columns))
-                self._boxes(name, (size[0], columns), [(kind, layer, box, (0, 0))])
-            elif kind == "gate":
-                rows: Box = ((r * inner, (r + 1) * inner), *rest)
-                both: list[tuple[Kind, int]] = [("gate", 0), ("up", inner)]
-                boxes = [(k, layer, rows, (row, *zeros)) for k, row in both]
-                self._boxes(name, (2 * inner, *size[1:]), list(boxes))
-
-    def _qkv(
-        self, name: str, layer: int, kinds: tuple[Kind, Kind, Kind], columns: tuple[int, ...]
-    ) -> None:
-        """This rank's query heads, then its key heads, then its value heads.
-
-        With more ranks than KV heads, tp / kv_heads ranks in a row hold copies of one.
-        """
-        dim, kv_heads = self.shape.head_dim, self.shape.num_kv_heads
-        queries = self.shape.num_heads // self.tp * dim
-        keys = max(1, kv_heads // self.tp) * dim
-        slot = self.rank // max(1, self.tp // kv_heads)
-        rest, zeros = tuple((0, size) for size in columns), (0,) * len(columns)
-        rows = (
-            (self.rank * queries, (self.rank + 1) * queries),
-            (slot * keys, (slot + 1) * keys),
-            (slot * keys, (slot + 1) * keys),
-        )
-        at = (0, queries, queries + keys)
-        self._boxes(
-            name,
-            (queries + 2 * keys, *columns),
-            [
-                (kind, layer, (span, *rest), (row, *zeros))
-                for kind, span, row in zip(kinds, rows, at, strict=True)
-            ],
-        )
+def _tensors(
+    shape: ModelShape, mesh: ServerMesh, kind: str, parameters: tuple[Parameter, ...]
+) -> tuple[ShardedTensor, ...]:
+    """The local tensors of one kind of block, over the ranks of a stage of all servers."""
+    known = {parameter.kind: parameter for parameter in parameters}
+    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.attention_output_gate)
+    rows = padded_vocab_size(shape.vocab_size, mesh.tp) // mesh.tp
+    everyone = (tuple(range(mesh.servers * mesh.tp)),)
+    over_tp = tuple(tuple(range(r, mesh.servers * mesh.tp, mesh.tp)) for r in range(mesh.tp))
+    tensors: list[ShardedTensor] = []
+    for held in FAMILIES[shape.architecture].blocks[kind].sglang:
+        if set(held.kinds) <= known.keys():
+            holders = everyone if held.cut == "whole" else over_tp
+            mine = [known[k] for k in held.kinds]
+            tensors.append(cut_tensor(held, mine, holders, heads, rows))
+    return tuple(tensors)

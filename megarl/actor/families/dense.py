@@ -1,56 +1,102 @@
-"""Parameter names that the dense decoders share: grouped queries, gated MLP, RMS norms.
+"""The parts that the dense decoders share: embeddings, grouped-query attention, gated MLP, norms.
 
-Data only. Megatron's are those of its Transformer Engine layer spec (norms fused into the linear
-that follows them), megatron-core 0.19; SGLang's are those of its llama, qwen2 and qwen3 models,
-sglang 0.5.
+Data only. Megatron's names are those of its Transformer Engine layer spec (norms fused into the
+linear that follows them), megatron-core 0.19; SGLang's are those of its llama, qwen2 and qwen3
+models, sglang 0.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from megarl.actor.families.family import Held, Part, Weight
 
-from megarl.actor.families.family import Kind, Names
+HF = "model.layers.{layer}."
+MEGATRON = "decoder.layers.{layer}."
 
-_HF = "model.layers.{layer}."
-_MEGATRON = "decoder.layers.{layer}."
+EMBEDDING = Part(
+    (Weight("embedding", "model.embed_tokens.weight", ("vocab", "hidden")),),
+    (Held("embedding.word_embeddings.weight", "vocabulary", ("embedding",), "vocabulary"),),
+    (Held("model.embed_tokens.weight", "vocabulary", ("embedding",), "vocabulary"),),
+)
+
+FINAL_NORM = Part(
+    (Weight("final_norm", "model.norm.weight", ("hidden",)),),
+    (Held("decoder.final_layernorm.weight", "whole", ("final_norm",)),),
+    (Held("model.norm.weight", "whole", ("final_norm",)),),
+)
+
+HEAD = Part(
+    (Weight("head", "lm_head.weight", ("vocab", "hidden")),),
+    (Held("output_layer.weight", "vocabulary", ("head",), "vocabulary"),),
+    (Held("lm_head.weight", "vocabulary", ("head",), "vocabulary"),),
+)
+
+_QKV = ("query", "key", "value")
+_QKV_BIAS = ("query_bias", "key_bias", "value_bias")
 
 
-def _attention(hf: str, megatron: str, sglang: str) -> Names:
-    return Names(
-        f"{_HF}self_attn.{hf}", f"{_MEGATRON}self_attention.{megatron}", f"{_HF}self_attn.{sglang}"
+def grouped_query_attention(hf: str = HF, megatron: str = MEGATRON, sglang: str = HF) -> Part:
+    """Queries in groups that share a key and a value; biases and per-head norms where they are."""
+    attention, mine, served = f"{hf}self_attn.", f"{megatron}self_attention.", f"{sglang}self_attn."
+    return Part(
+        (
+            Weight("attention_norm", f"{hf}input_layernorm.weight", ("hidden",)),
+            Weight("query", f"{attention}q_proj.weight", ("query", "hidden"), quantized=True),
+            Weight("key", f"{attention}k_proj.weight", ("kv", "hidden"), quantized=True),
+            Weight("value", f"{attention}v_proj.weight", ("kv", "hidden"), quantized=True),
+            Weight("query_bias", f"{attention}q_proj.bias", ("query",)),
+            Weight("key_bias", f"{attention}k_proj.bias", ("kv",)),
+            Weight("value_bias", f"{attention}v_proj.bias", ("kv",)),
+            Weight("query_norm", f"{attention}q_norm.weight", ("head",)),
+            Weight("key_norm", f"{attention}k_norm.weight", ("head",)),
+            Weight(
+                "attention_output",
+                f"{attention}o_proj.weight",
+                ("hidden", "attention"),
+                quantized=True,
+            ),
+        ),
+        (
+            Held(f"{mine}linear_qkv.layer_norm_weight", "whole", ("attention_norm",)),
+            Held(f"{mine}linear_qkv.weight", "grouped_qkv", _QKV),
+            Held(f"{mine}linear_qkv.bias", "grouped_qkv", _QKV_BIAS),
+            Held(f"{mine}q_layernorm.weight", "whole", ("query_norm",)),
+            Held(f"{mine}k_layernorm.weight", "whole", ("key_norm",)),
+            Held(f"{mine}linear_proj.weight", "columns", ("attention_output",)),
+        ),
+        (
+            Held(f"{sglang}input_layernorm.weight", "whole", ("attention_norm",)),
+            Held(f"{served}qkv_proj.weight", "heads_qkv", _QKV),
+            Held(f"{served}qkv_proj.bias", "heads_qkv", _QKV_BIAS),
+            Held(f"{served}q_norm.weight", "whole", ("query_norm",)),
+            Held(f"{served}k_norm.weight", "whole", ("key_norm",)),
+            Held(f"{served}o_proj.weight", "columns", ("attention_output",)),
+        ),
     )
 
 
-def _mlp(hf: str, megatron: str, sglang: str) -> Names:
-    return Names(f"{_HF}mlp.{hf}", f"{_MEGATRON}mlp.{megatron}", f"{_HF}mlp.{sglang}")
+def gated_mlp(hf: str = HF, megatron: str = MEGATRON, sglang: str = HF) -> Part:
+    """A norm, a gate and an up projection side by side, and a down projection."""
+    fc1 = f"{megatron}mlp.linear_fc1"
+    return Part(
+        (
+            Weight("mlp_norm", f"{hf}post_attention_layernorm.weight", ("hidden",)),
+            Weight("gate", f"{hf}mlp.gate_proj.weight", ("inner", "hidden"), quantized=True),
+            Weight("up", f"{hf}mlp.up_proj.weight", ("inner", "hidden"), quantized=True),
+            Weight("down", f"{hf}mlp.down_proj.weight", ("hidden", "inner"), quantized=True),
+        ),
+        (
+            Held(f"{fc1}.layer_norm_weight", "whole", ("mlp_norm",), "mlp"),
+            Held(f"{fc1}.weight", "rows", ("gate", "up"), "mlp"),
+            Held(f"{megatron}mlp.linear_fc2.weight", "columns", ("down",), "mlp"),
+        ),
+        (
+            Held(f"{sglang}post_attention_layernorm.weight", "whole", ("mlp_norm",), "mlp"),
+            Held(f"{sglang}mlp.gate_up_proj.weight", "rows", ("gate", "up"), "mlp"),
+            Held(f"{sglang}mlp.down_proj.weight", "columns", ("down",), "mlp"),
+        ),
+    )
 
 
-def _layer(hf: str, megatron: str) -> Names:
-    return Names(f"{_HF}{hf}", f"{_MEGATRON}{megatron}", f"{_HF}{hf}")
+ENDS = {"embedding": EMBEDDING, "final_norm": FINAL_NORM, "head": HEAD}
 
-
-NAMES: Mapping[Kind, Names] = {
-    "embedding": Names(
-        "model.embed_tokens.weight",
-        "embedding.word_embeddings.weight",
-        "model.embed_tokens.weight",
-    ),
-    "attention_norm": _layer(
-        "input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"
-    ),
-    "query": _attention("q_proj.weight", "linear_qkv.weight", "qkv_proj.weight"),
-    "key": _attention("k_proj.weight", "linear_qkv.weight", "qkv_proj.weight"),
-    "value": _attention("v_proj.weight", "linear_qkv.weight", "qkv_proj.weight"),
-    "query_bias": _attention("q_proj.bias", "linear_qkv.bias", "qkv_proj.bias"),
-    "key_bias": _attention("k_proj.bias", "linear_qkv.bias", "qkv_proj.bias"),
-    "value_bias": _attention("v_proj.bias", "linear_qkv.bias", "qkv_proj.bias"),
-    "query_norm": _attention("q_norm.weight", "q_layernorm.weight", "q_norm.weight"),
-    "key_norm": _attention("k_norm.weight", "k_layernorm.weight", "k_norm.weight"),
-    "attention_output": _attention("o_proj.weight", "linear_proj.weight", "o_proj.weight"),
-    "mlp_norm": _layer("post_attention_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-    "gate": _mlp("gate_proj.weight", "linear_fc1.weight", "gate_up_proj.weight"),
-    "up": _mlp("up_proj.weight", "linear_fc1.weight", "gate_up_proj.weight"),
-    "down": _mlp("down_proj.weight", "linear_fc2.weight", "down_proj.weight"),
-    "final_norm": Names("model.norm.weight", "decoder.final_layernorm.weight", "model.norm.weight"),
-    "head": Names("lm_head.weight", "output_layer.weight", "lm_head.weight"),
-}
+BLOCKS = {"dense": grouped_query_attention() + gated_mlp(), **ENDS}

@@ -1,8 +1,9 @@
-"""What a model family is: its parameters' kinds, their names on three sides, its config's rules.
+"""What a model family is: its tensors on three sides as one table, and its config's rules.
 
 Owns the types; the families themselves are data in the modules beside this one. Knows nothing of
-parallelism. `{layer}` in a name is the layer's number: global for Hugging Face and SGLang, counted
-from 0 on each pipeline stage for Megatron.
+how many ranks there are. In a name, `{layer}` is the layer's number (global for Hugging Face and
+SGLang, counted from 0 on each pipeline stage for Megatron) and `{expert}` the expert's (global for
+Hugging Face, counted from 0 on each rank for engines).
 """
 
 from __future__ import annotations
@@ -11,52 +12,92 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal[
-    "embedding",
-    "attention_norm",
-    "query",
-    "key",
-    "value",
-    "query_bias",
-    "key_bias",
-    "value_bias",
-    "query_norm",
-    "key_norm",
-    "attention_output",
-    "mlp_norm",
-    "gate",
-    "up",
-    "down",
-    "final_norm",
-    "head",
-]
+Kind = str
+"""What a tensor is in its block, for example "query" or "router_bias"; unique in the block."""
+
+Cut = Literal["whole", "rows", "columns", "vocabulary", "grouped_qkv", "heads_qkv"]
+"""How one local tensor is cut from one or more tensors of the policy.
+
+whole: on every rank, several kinds below one another. rows: the rank's rows of each kind, below
+one another (column parallel). columns: the rank's columns (row parallel). vocabulary: rows, with
+padding behind the vocabulary. grouped_qkv: the rank's rows of Megatron's fused tensor, group by
+group [queries, (gates,) key, value]. heads_qkv: SGLang's: this rank's queries, keys, values.
+"""
+
+Axis = Literal["attention", "mlp", "experts", "shared_experts", "vocabulary"]
+"""Over which ranks a tensor is cut, by its role in the model; an engine's layout says how many."""
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """One kind of parameter by its names. Fused tensors have one name for several kinds."""
+class Weight:
+    """One tensor of the policy: its Hugging Face name and its dims by the names of `sizes`.
 
-    hf: str
-    megatron: str
-    sglang: str
+    With `{expert}` in the name it is one of a stack: there is one for each routed expert. `float32`
+    tensors keep that precision whatever the policy's is; `quantized` ones are stored in blocks with
+    scales in an FP8 checkpoint.
+    """
+
+    kind: Kind
+    name: str
+    dims: tuple[str, ...]
+    float32: bool = False
+    quantized: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One local tensor of an engine: its name there, and how it is cut from which kinds.
+
+    It exists where the policy has its kinds, and where all its `forms` are among the forms that
+    the layout is asked for ("te", "local"; "per_expert", "grouped", "sequential"). `buffer` marks
+    what is in named_buffers() instead of named_parameters().
+    """
+
+    name: str
+    cut: Cut
+    kinds: tuple[Kind, ...]
+    axis: Axis = "attention"
+    forms: tuple[str, ...] = ()
+    buffer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some tensors of a block on three sides. Parts add up to blocks."""
+
+    weights: tuple[Weight, ...] = ()
+    megatron: tuple[Held, ...] = ()
+    sglang: tuple[Held, ...] = ()
+
+    def __add__(self, other: Part) -> Part:
+        return Part(
+            self.weights + other.weights,
+            self.megatron + other.megatron,
+            self.sglang + other.sglang,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `architectures` entry that megarl computes.
+    """One `architectures` entry that megarl knows.
 
-    `fixed` are config fields that change the mathematics, with the values that both engines are
-    known to compute alike; any other value is refused. `harmless` are fields that matter only
-    beside one of those. `head_dim` and `kv_heads` say what an absent field means: "derived" is
-    hidden_size / num_attention_heads, "heads" is num_attention_heads, "required" is an error.
+    `blocks` are the units that a model is made of: embedding, dense and moe (kinds of decoder
+    layer), final_norm, head, mtp. `fixed` are config fields that change the mathematics, with the
+    values that both engines are known to compute alike; any other value is refused. `harmless` are
+    fields that matter only beside one of those. `head_dim` and `kv_heads` say what an absent field
+    means: "derived" is hidden_size / num_attention_heads, "heads" is num_attention_heads,
+    "required" is an error. `trained` says whether the learner computes it; layouts, plans and
+    conversion work for every family.
     """
 
     architecture: str
-    model_type: str
-    qkv_bias: bool
-    qk_norm: bool
+    model_types: tuple[str, ...]
+    qkv_bias: bool | Literal["attention_bias"]
+    qk_norm: bool | Literal["use_qk_norm"]
     head_dim: int | Literal["derived"]
     kv_heads: Literal["heads", "required"]
     fixed: Mapping[str, tuple[object, ...]]
     harmless: frozenset[str]
-    names: Mapping[Kind, Names]
+    blocks: Mapping[str, Part]
+    experts: Literal["none", "qwen3", "deepseek"] = "none"
+    trained: bool = True

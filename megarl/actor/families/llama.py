@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megarl.actor.families.dense import NAMES
+from megarl.actor.families.dense import BLOCKS
 from megarl.actor.families.family import Family
 
 LLAMA = Family(
     architecture="LlamaForCausalLM",
-    model_type="llama",
+    model_types=("llama",),
     qkv_bias=False,
     qk_norm=False,
     head_dim="derived",
@@ -23,5 +23,5 @@ LLAMA = Family(
         "partial_rotary_factor": (1, 1.0),
     },
     harmless=frozenset(),
-    names=NAMES,
+    blocks=BLOCKS,
 )

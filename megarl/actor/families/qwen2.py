@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megarl.actor.families.dense import NAMES
+from megarl.actor.families.dense import BLOCKS
 from megarl.actor.families.family import Family
 
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
-    model_type="qwen2",
+    model_types=("qwen2",),
     qkv_bias=True,
     qk_norm=False,
     head_dim="derived",
@@ -20,5 +20,5 @@ QWEN2 = Family(
         "partial_rotary_factor": (1, 1.0),
     },
     harmless=frozenset({"sliding_window", "max_window_layers"}),
-    names=NAMES,
+    blocks=BLOCKS,
 )

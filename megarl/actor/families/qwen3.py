@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megarl.actor.families.dense import NAMES
+from megarl.actor.families.dense import BLOCKS
 from megarl.actor.families.family import Family
 
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
-    model_type="qwen3",
+    model_types=("qwen3",),
     qkv_bias=False,
     qk_norm=True,
     head_dim=128,  # transformers' Qwen3Config
@@ -21,5 +21,5 @@ QWEN3 = Family(
         "partial_rotary_factor": (1, 1.0),
     },
     harmless=frozenset({"sliding_window", "max_window_layers"}),
-    names=NAMES,
+    blocks=BLOCKS,
 )
