@@ -78,11 +78,13 @@ class Block:
 class BlockTable:
     """The parameters of a model: its blocks in order, and each kind's parameters, once.
 
-    In a kind's parameters the names hold `{layer}` and `layer` is None.
+    In a kind's parameters the names hold `{layer}` and `layer` is None. `duplicates` are names
+    that a checkpoint may hold besides: tensors that repeat a parameter, which nobody reads.
     """
 
     blocks: tuple[Block, ...]
     kinds: Mapping[str, tuple[Parameter, ...]]
+    duplicates: tuple[str, ...] = ()
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -118,7 +120,10 @@ def block_table(shape: ModelShape, fp8_block: tuple[int, int] | None = None) -> 
             if flags.get(weight.kind, True):
                 table += _parameters(weight, known, fp8_block)
         kinds[kind] = tuple(table)
-    return BlockTable(blocks, kinds)
+    duplicates = tuple(
+        block.name(name) for block in blocks if block.kind == "mtp" for name in family.duplicates
+    )
+    return BlockTable(blocks, kinds, duplicates)
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:
@@ -162,8 +167,8 @@ def _flags(shape: ModelShape) -> dict[Kind, bool]:
     return {
         **dict.fromkeys(("query_bias", "key_bias", "value_bias"), bias),
         **dict.fromkeys(("query_norm", "key_norm"), norm),
-        **dict.fromkeys(("query_down", "query_down_norm", "query_up"), low_rank),
-        **dict.fromkeys(("query_full",), mla is not None and not low_rank),
+        **dict.fromkeys(("query_down", "query_down_norm", "query_up", "kv_down"), low_rank),
+        **dict.fromkeys(("query_full", "kv_down_alone"), mla is not None and not low_rank),
         **dict.fromkeys(("shared_gate", "shared_up", "shared_down"), shared),
         "router_bias": moe is not None and moe.router_bias,
     }

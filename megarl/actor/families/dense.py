@@ -1,8 +1,8 @@
-"""The parts that the dense decoders share: embeddings, grouped-query attention, gated MLP, norms.
+"""The parts that dense decoders are made of: embeddings, grouped-query attention, gated MLP, norms.
 
-Data only. Megatron's names are those of its Transformer Engine layer spec (norms fused into the
-linear that follows them), megatron-core 0.19; SGLang's are those of its llama, qwen2 and qwen3
-models, sglang 0.5.
+Data only. Megatron's names are those of its two layer specs, megatron-core 0.19,
+gpt_layer_specs.py: Transformer Engine's has a norm inside the linear that follows it, the local
+one beside it. SGLang's are those of its llama, qwen2, qwen3 and glm4_moe models, sglang 0.5.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from megarl.actor.families.family import Held, Part, Weight
 
 HF = "model.layers.{layer}."
 MEGATRON = "decoder.layers.{layer}."
+TE, LOCAL = ("te",), ("local",)
 
 EMBEDDING = Part(
     (Weight("embedding", "model.embed_tokens.weight", ("vocab", "hidden")),),
@@ -56,7 +57,8 @@ def grouped_query_attention(hf: str = HF, megatron: str = MEGATRON, sglang: str 
             ),
         ),
         (
-            Held(f"{mine}linear_qkv.layer_norm_weight", "whole", ("attention_norm",)),
+            Held(f"{mine}linear_qkv.layer_norm_weight", "whole", ("attention_norm",), forms=TE),
+            Held(f"{megatron}input_layernorm.weight", "whole", ("attention_norm",), forms=LOCAL),
             Held(f"{mine}linear_qkv.weight", "grouped_qkv", _QKV),
             Held(f"{mine}linear_qkv.bias", "grouped_qkv", _QKV_BIAS),
             Held(f"{mine}q_layernorm.weight", "whole", ("query_norm",)),
@@ -85,7 +87,8 @@ def gated_mlp(hf: str = HF, megatron: str = MEGATRON, sglang: str = HF) -> Part:
             Weight("down", f"{hf}mlp.down_proj.weight", ("hidden", "inner"), quantized=True),
         ),
         (
-            Held(f"{fc1}.layer_norm_weight", "whole", ("mlp_norm",), "mlp"),
+            Held(f"{fc1}.layer_norm_weight", "whole", ("mlp_norm",), "mlp", TE),
+            Held(f"{megatron}pre_mlp_layernorm.weight", "whole", ("mlp_norm",), "mlp", LOCAL),
             Held(f"{fc1}.weight", "rows", ("gate", "up"), "mlp"),
             Held(f"{megatron}mlp.linear_fc2.weight", "columns", ("down",), "mlp"),
         ),

@@ -49,8 +49,11 @@ class Held:
     """One local tensor of an engine: its name there, and how it is cut from which kinds.
 
     It exists where the policy has its kinds, and where all its `forms` are among the forms that
-    the layout is asked for ("te", "local"; "per_expert", "grouped", "sequential"). `buffer` marks
-    what is in named_buffers() instead of named_parameters().
+    the layout is asked for. For Megatron these are the layer spec ("te" or "local") and how it
+    keeps routed experts: "per_expert" (TEGroupedMLP), "grouped" (the same with
+    moe_single_grouped_weight) or "sequential" (SequentialMLP). `buffer` marks what is in
+    named_buffers() instead of named_parameters(); `float32` what the engine keeps in that
+    precision though the policy does not, so that it is cast on arrival.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Held:
     axis: Axis = "attention"
     forms: tuple[str, ...] = ()
     buffer: bool = False
+    float32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +90,10 @@ class Family:
     values that both engines are known to compute alike; any other value is refused. `harmless` are
     fields that matter only beside one of those. `head_dim` and `kv_heads` say what an absent field
     means: "derived" is hidden_size / num_attention_heads, "heads" is num_attention_heads,
-    "required" is an error. `trained` says whether the learner computes it; layouts, plans and
-    conversion work for every family.
+    "required" is an error. `attention` and `experts` say in whose fields a config describes them.
+    `trained` says whether the learner computes it; layouts, plans and conversion work for every
+    family. `duplicates` are names of checkpoint tensors that repeat another: published checkpoints
+    have them, nobody reads them. There `{layer}` is the number of a multi-token prediction layer.
     """
 
     architecture: str
@@ -99,5 +105,7 @@ class Family:
     fixed: Mapping[str, tuple[object, ...]]
     harmless: frozenset[str]
     blocks: Mapping[str, Part]
+    attention: Literal["grouped", "latent"] = "grouped"
     experts: Literal["none", "qwen3", "deepseek"] = "none"
     trained: bool = True
+    duplicates: tuple[str, ...] = ()

@@ -1,0 +1,54 @@
+"""DeepSeek-V3 and what is published in its form: R1, Kimi-K2, Moonlight. Data only."""
+
+from __future__ import annotations
+
+from megarl.actor.families.dense import ENDS, gated_mlp
+from megarl.actor.families.family import Family
+from megarl.actor.families.latent import latent_attention
+from megarl.actor.families.moe import routed_experts, router, shared_experts
+from megarl.actor.families.mtp import (
+    DUPLICATES,
+    ENTRY_AND_FINAL_NORM,
+    MEGATRON_LAYER,
+    SGLANG_LAYER,
+)
+
+_MOE = latent_attention() + router() + routed_experts() + shared_experts()
+_MTP_LAYER = (
+    latent_attention(megatron=MEGATRON_LAYER, sglang=SGLANG_LAYER)
+    + router(megatron=MEGATRON_LAYER, sglang=SGLANG_LAYER)
+    + routed_experts(megatron=MEGATRON_LAYER, sglang=SGLANG_LAYER)
+    + shared_experts(megatron=MEGATRON_LAYER, sglang=SGLANG_LAYER)
+)
+
+DEEPSEEK_V3 = Family(
+    architecture="DeepseekV3ForCausalLM",
+    model_types=("deepseek_v3", "kimi_k2"),
+    qkv_bias=False,
+    qk_norm=False,
+    head_dim="derived",
+    kv_heads="heads",
+    fixed={
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),  # true puts one on the projections down and on o_proj
+        "attention_dropout": (0, 0.0),
+        "rope_interleave": (True,),
+        "ep_size": (1,),
+        "moe_layer_freq": (1,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    },
+    harmless=frozenset(
+        {"aux_loss_alpha", "seq_aux", "output_router_logits", "router_aux_loss_coef", "auto_map"}
+    ),
+    blocks={
+        **ENDS,
+        "dense": latent_attention() + gated_mlp(),
+        "moe": _MOE,
+        "mtp": ENTRY_AND_FINAL_NORM + _MTP_LAYER,
+    },
+    attention="latent",
+    experts="deepseek",
+    trained=False,
+    duplicates=DUPLICATES,
+)

@@ -1,0 +1,30 @@
+"""Qwen3 with routed experts in every layer or every few. Data only."""
+
+from __future__ import annotations
+
+from megarl.actor.families.dense import BLOCKS, grouped_query_attention
+from megarl.actor.families.family import Family
+from megarl.actor.families.moe import routed_experts, router
+
+QWEN3_MOE = Family(
+    architecture="Qwen3MoeForCausalLM",
+    model_types=("qwen3_moe",),
+    qkv_bias=False,
+    qk_norm=True,
+    head_dim="derived",  # transformers' Qwen3MoeAttention
+    kv_heads="required",
+    fixed={
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),  # true also puts a bias on o_proj
+        "attention_dropout": (0, 0.0),
+        "use_sliding_window": (False,),
+        "layer_types": ("full_attention",),
+        "partial_rotary_factor": (1, 1.0),
+    },
+    harmless=frozenset(
+        {"sliding_window", "max_window_layers", "output_router_logits", "router_aux_loss_coef"}
+    ),
+    blocks={**BLOCKS, "moe": grouped_query_attention() + router() + routed_experts()},
+    experts="qwen3",
+    trained=False,
+)
