@@ -9,24 +9,32 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megarl.reshard.layout import Box, RankLayout, local_box
-from megarl.reshard.proof import Move
+from megarl.reshard.moves import Move
 
 
 def run(moves: Iterable[Move], sources: Mapping[str, Any], destinations: Mapping[str, Any]) -> None:
     """Copy each move's box from `sources` (one rank's arrays by local name) into `destinations`.
 
     All moves are of one source and one destination rank; `Plan.between` gives them. A torch
-    destination that requires gradients needs `torch.no_grad()` around the call.
+    destination that requires gradients needs `torch.no_grad()` around the call. Where the tensors
+    of one expert have fewer dims than those of several, the leading dim comes or goes.
     """
     for move in moves:
-        source = sources[move.src_local][slices(local_box(move.box, move.src_at))]
-        destinations[move.dst_local][slices(local_box(move.box, move.dst_at))] = source
+        read, written = (slices(local_box(move.box, at)) for at in (move.src_at, move.dst_at))
+        spare = len(read) - len(written)  # one side may lack leading dims: one index on the other
+        source = sources[move.src_local][_indexed(read, spare)]
+        destinations[move.dst_local][_indexed(written, -spare)] = source
 
 
 def clear_paddings(rank: RankLayout, arrays: Mapping[str, Any]) -> None:
     """Set to zero what belongs to no parameter."""
     for padding in rank.paddings:
         arrays[padding.local][slices(padding.box)] = 0
+
+
+def _indexed(index: tuple[slice, ...], spare: int) -> tuple[slice | int, ...]:
+    """The index with its first `spare` dims, each of one element, left out of the result."""
+    return tuple(part.start if dim < spare else part for dim, part in enumerate(index))
 
 
 def slices(box: Box) -> tuple[slice, ...]:

@@ -1,175 +1,219 @@
 """The plan that takes one layout to another: which rank copies which box to which rank.
 
-Owns the choice of senders among replicas. The same two layouts give the same plan in every process,
-and no plan leaves `make_plan` without its proof. Knows nothing of bytes, transports or engines.
+A plan is kept as cells and flows for each kind of block, and routes for each group of equal blocks,
+so that its size and the time to make it hardly grow with the number of layers and of replicas. The
+same two layouts give the same plan in every process, and no plan leaves `make_plan` without its
+proof. Knows nothing of bytes in memory, transports or engines.
 """
 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megarl.actor.parameters import Parameter
 from megarl.errors import LayoutError
-from megarl.reshard.layout import (
-    Atom,
-    Box,
-    Layout,
-    Piece,
-    atoms,
-    num_elements,
-    offset_in,
-    overlap,
-)
-from megarl.reshard.proof import Move, prove
+from megarl.reshard.cells import Pairing, pair
+from megarl.reshard.layout import Layout, num_elements
+from megarl.reshard.moves import Move, Operations, operations_from, operations_to
+from megarl.reshard.placement import Placement
+from megarl.reshard.proof import prove_plan
+from megarl.reshard.proof_moves import prove_moves
+from megarl.reshard.routes import Route, Segment, Traffic, route
 
-__all__ = ["Move", "Plan", "make_plan", "minimum_elements", "prove"]
+__all__ = ["Move", "Plan", "make_plan", "minimum_elements", "prove_moves"]
 
-PLANNER = b"megarl planner 1"  # raise it when the same layouts would give another plan
+PLANNER = b"megarl planner 2"  # raise it when the same layouts would give another plan
+CHUNK_BYTES = 64 << 20  # of one cell; larger ones are cut, so that they can be shared out
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All moves, ordered by destination rank and tensor, with the digests of both layouts."""
+    """All copies from `source` to `destination`, both of whose ranks stand where `placement` says.
 
-    moves: tuple[Move, ...]
-    source_digest: str
-    destination_digest: str
+    `routes[s][f]` is how flow f of the pairing of segment s travels.
+    """
+
+    source: Layout
+    destination: Layout
+    placement: Placement
+    policy_bytes: int
+    chunk_bytes: int
+    pairings: tuple[Pairing, ...]
+    segments: tuple[Segment, ...]
+    routes: tuple[tuple[Route, ...], ...]
+    traffic: Traffic
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over layouts and moves: two processes that agree on it have the same plan."""
+        """SHA-256 over layouts, placement and routes: processes that agree on it agree on all."""
         total = hashlib.sha256(PLANNER)
-        total.update(f"{self.source_digest} {self.destination_digest}".encode())
-        for move in self.moves:
-            total.update(repr(move).encode())
+        total.update(f"{self.source.digest} {self.destination.digest}".encode())
+        total.update(f"{self.policy_bytes} {self.chunk_bytes}".encode())
+        for side in (self.placement.source, self.placement.destination):
+            total.update(repr(sorted(side.items())).encode())
+        for pairing in self.pairings:
+            for array in (pairing.parameter, pairing.low, pairing.high, pairing.start):
+                total.update(array.tobytes())
+        for segment, routes in zip(self.segments, self.routes, strict=True):
+            numbers: dict[int, int] = {}  # many flows share their route
+            index = [numbers.setdefault(id(route), len(numbers)) for route in routes]
+            first = [routes[index.index(i)] for i in range(len(numbers))]
+            total.update(repr((segment.blocks, index, first)).encode())
         return total.hexdigest()
 
-    def sends(self, rank: int) -> tuple[Move, ...]:
-        """The moves out of source rank `rank`."""
-        return self._by_source.get(rank, ())
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """All moves written out, by destination rank: for plans of a few thousand."""
+        return tuple(move for rank in self.destination.rank_ids for move in self.receives(rank))
+
+    def operations_to(self, rank: int) -> Operations:
+        """Destination rank `rank`'s part: all copies into it."""
+        return operations_to(self, rank)
+
+    def operations_from(self, rank: int) -> Operations:
+        """Source rank `rank`'s part: all copies out of it."""
+        return operations_from(self, rank)
 
     def receives(self, rank: int) -> tuple[Move, ...]:
         """The moves into destination rank `rank`."""
-        return self._by_destination.get(rank, ())
+        return self.operations_to(rank).moves(self)
+
+    def sends(self, rank: int) -> tuple[Move, ...]:
+        """The moves out of source rank `rank`."""
+        return self.operations_from(rank).moves(self)
 
     def between(self, src: int, dst: int) -> tuple[Move, ...]:
         """The moves from source rank `src` to destination rank `dst`."""
-        return tuple(move for move in self.receives(dst) if move.src == src)
+        return tuple(m for m in self.receives(dst) if m.src == src and m.link != "fanout")
 
     def num_elements(self) -> int:
-        """Elements moved, over all destinations."""
-        return sum(num_elements(move.box) for move in self.moves)
-
-    @cached_property
-    def _by_source(self) -> dict[int, tuple[Move, ...]]:
-        found: dict[int, list[Move]] = {}
-        for move in self.moves:
-            found.setdefault(move.src, []).append(move)
-        return {rank: tuple(moves) for rank, moves in found.items()}
-
-    @cached_property
-    def _by_destination(self) -> dict[int, tuple[Move, ...]]:
-        found: dict[int, list[Move]] = {}
-        for move in self.moves:
-            found.setdefault(move.dst, []).append(move)
-        return {rank: tuple(moves) for rank, moves in found.items()}
+        """Elements written, over all destinations."""
+        total = 0
+        for segment in self.segments:
+            pairing = self.pairings[segment.pairing]
+            volume = (pairing.high - pairing.low).prod(axis=1)
+            groups = pairing.destination.groups
+            for flow in range(pairing.num_flows):
+                members = len(groups[0][int(pairing.flow_destination[flow])])
+                total += int(volume[pairing.cells(flow)].sum()) * members * len(segment.blocks)
+        return total
 
 
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """A part of a destination piece that is one atom's, or a part of it: any holder can send it."""
+def make_plan(
+    source: Layout,
+    destination: Layout,
+    placement: Placement | None = None,
+    policy_bytes: int = 2,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Plan:
+    """The proved plan from one layout to another.
 
-    dst: int
-    piece: Piece
-    box: Box
-    atom: Atom
-
-    @property
-    def unit(self) -> tuple[tuple[int, str], ...]:
-        """The replicas to choose from. One choice is made for all needs of a unit, so that a source
-        tensor is read from (and staged by) one rank only."""
-        return tuple((holder.rank, holder.local) for holder in self.atom.holders)
-
-
-def make_plan(source: Layout, destination: Layout) -> Plan:
-    """The proved plan from one layout to another, with senders balanced over replicas by elements.
-
-    Raises LayoutError where the layouts are of different parameters, where nobody holds what is
-    needed, and where the proof fails.
+    Without a placement all ranks are on one node, each on a device of its own. `policy_bytes` are
+    those of an element in the policy's precision. Raises LayoutError where the destination has
+    parameters that the source has not, where nobody holds what is needed, and where the proof
+    fails.
     """
-    if source.parameters != destination.parameters:
-        raise LayoutError(
-            f"{source.kind} and {destination.kind} lay out different parameters; build both from "
-            "one model shape"
-        )
-    needs = list(_needs(source, destination))
-    sender = _balance(needs)
-    moves = []
-    for need in needs:
-        holder = need.atom.holders[sender[need.unit]]
-        start = zip(holder.at, need.box, need.atom.box, strict=True)
-        moves.append(
-            Move(
-                src=holder.rank,
-                dst=need.dst,
-                tensor=need.atom.tensor,
-                box=need.box,
-                src_local=holder.local,
-                src_at=tuple(at + low - origin for at, (low, _), (origin, _) in start),
-                dst_local=need.piece.local,
-                dst_at=offset_in(need.piece, need.box),
-            )
-        )
-    plan = Plan(tuple(moves), source.digest, destination.digest)
-    prove(plan.moves, source, destination)
+    placement = placement or Placement.one_node(source, destination)
+    placement.check(source, destination)
+    if chunk_bytes < 1 or policy_bytes < 1:
+        raise LayoutError(f"policy_bytes={policy_bytes}, chunk_bytes={chunk_bytes}: give 1 or more")
+    pairings, segments = _pairings(source, destination, policy_bytes, chunk_bytes)
+    routes, traffic = route(pairings, segments, placement)
+    plan = Plan(
+        source,
+        destination,
+        placement,
+        policy_bytes,
+        chunk_bytes,
+        pairings,
+        segments,
+        routes,
+        traffic,
+    )
+    prove_plan(plan)
     return plan
 
 
 def minimum_elements(destination: Layout) -> int:
-    """Elements that any plan must move: each destination element once."""
+    """Elements that any plan must write: each destination element once."""
     return sum(num_elements(piece.box) for rank in destination.ranks for piece in rank.pieces)
 
 
-def _needs(source: Layout, destination: Layout) -> Iterator[_Need]:
-    """All intersections of destination pieces with source atoms."""
-    index = {tensor: _AtomIndex(found) for tensor, found in atoms(source).items()}
-    for rank in destination.ranks:
-        for piece in rank.pieces:
-            for atom in index[piece.tensor].near(piece.box):
-                box = overlap(piece.box, atom.box)
-                if box is not None:
-                    yield _Need(rank.rank, piece, box, atom)
+def _pairings(
+    source: Layout, destination: Layout, policy_bytes: int, chunk_bytes: int
+) -> tuple[tuple[Pairing, ...], tuple[Segment, ...]]:
+    """One pairing for each pair of templates, one segment for each pair of stages it is used in."""
+    _check_tables(source, destination)
+    given, taken = _sites_by_block(source), _sites_by_block(destination)
+    numbers = {block: number for number, block in enumerate(source.table.blocks)}
+    found: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+    pairings: list[Pairing] = []
+    blocks: dict[
+        tuple[int, tuple[int, ...], tuple[int, ...]],
+        list[tuple[int, tuple[int, ...], tuple[int, ...]]],
+    ] = {}
+    for number, block in enumerate(destination.table.blocks):
+        ours, theirs = given[numbers[block]], taken[number]
+        if not theirs:
+            continue
+        left = tuple(source.sites[site].template for site in ours)
+        right = tuple(destination.sites[site].template for site in theirs)
+        key = (block.kind, left, right)
+        if key not in found:
+            found[key] = len(pairings)
+            pairings.append(
+                pair(
+                    destination.table.kinds[block.kind],
+                    [source.templates[t] for t in left],
+                    [destination.templates[t] for t in right],
+                    policy_bytes,
+                    chunk_bytes,
+                )
+            )
+        stages = (
+            found[key],
+            tuple(source.sites[site].stage for site in ours),
+            tuple(destination.sites[site].stage for site in theirs),
+        )
+        blocks.setdefault(stages, []).append((number, ours, theirs))
+    segments = tuple(
+        Segment(
+            pairing,
+            tuple(source.stages[s] for s in left),
+            tuple(destination.stages[s] for s in right),
+            tuple(members),
+        )
+        for (pairing, left, right), members in blocks.items()
+    )
+    return tuple(pairings), segments
 
 
-class _AtomIndex:
-    """One tensor's atoms, findable by the first dim along which they differ."""
+def _check_tables(source: Layout, destination: Layout) -> None:
+    def sizes(parameters: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
+        return {parameter.name: parameter.shape for parameter in parameters}
 
-    def __init__(self, found: tuple[Atom, ...]) -> None:
-        dims = range(len(found[0].box) if found else 0)
-        self.dim = next((d for d in dims if len({atom.box[d] for atom in found}) > 1), 0)
-        self.atoms = sorted(found, key=lambda atom: (atom.box[self.dim], atom.box))
-        self.starts = [atom.box[self.dim][0] for atom in self.atoms]
-        self.ends = [atom.box[self.dim][1] for atom in self.atoms]
+    have, want = source.table, destination.table
+    known = set(have.blocks)
+    strange = [block for block in want.blocks if block not in known]
+    wrong = [
+        name
+        for kind, parameters in want.kinds.items()
+        for name, shape in sizes(parameters).items()
+        if sizes(have.kinds.get(kind, ())).get(name) != shape
+    ]
+    if strange or wrong:
+        first = f"block {strange[0].kind} {strange[0].layer}" if strange else wrong[0]
+        raise LayoutError(
+            f"{source.kind} and {destination.kind} lay out different parameters (first {first}); "
+            "build both from one model shape"
+        )
 
-    def near(self, box: Box) -> list[Atom]:
-        """Every atom that may overlap `box`: atoms are disjoint or aligned along the dim."""
-        start, end = box[self.dim]
-        return self.atoms[bisect_right(self.ends, start) : bisect_left(self.starts, end)]
 
-
-def _balance(needs: list[_Need]) -> dict[tuple[tuple[int, str], ...], int]:
-    """For each unit the index of its sender: largest first, to the rank with the least so far."""
-    sizes: dict[tuple[tuple[int, str], ...], int] = {}
-    for need in needs:
-        sizes[need.unit] = sizes.get(need.unit, 0) + num_elements(need.box)
-    load: dict[int, int] = {}
-    sender = {}
-    for unit in sorted(sizes, key=lambda unit: (len(unit) > 1, -sizes[unit], unit)):
-        ranks = [rank for rank, _ in unit]
-        chosen = min(range(len(unit)), key=lambda i: (load.get(ranks[i], 0), ranks[i]))
-        sender[unit] = chosen
-        load[ranks[chosen]] = load.get(ranks[chosen], 0) + sizes[unit]
-    return sender
+def _sites_by_block(layout: Layout) -> list[tuple[int, ...]]:
+    found: list[list[int]] = [[] for _ in layout.table.blocks]
+    for number, site in enumerate(layout.sites):
+        found[site.block].append(number)
+    return [tuple(sites) for sites in found]

@@ -1,202 +1,369 @@
-"""The proof that a list of moves writes every destination element exactly once, from who holds it.
+"""The proof of a plan: every destination element once, from who holds it, without writing it out.
 
-Owns `Move` and the proof, which looks only at the moves and the two layouts, never at how the moves
-were made. Cost: a sort of the boxes of each local tensor.
+Owns the proof, which looks at the plan's cells, routes and blocks and at the two layouts, never at
+how the plan was made. What is shown of the cells of one kind of block holds for each such block;
+routes are shown for each group of blocks that share stages; and each site of the destination is in
+one such group. Cost: a few sorts of the cells of each kind of block.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from megarl.errors import LayoutError
-from megarl.reshard.layout import (
-    Box,
-    Layout,
-    LocalTensor,
-    Piece,
-    RankLayout,
-    local_box,
-    whole,
-)
+from megarl.reshard.cells import Ints, Pairing, Pieces, padded
+from megarl.reshard.layout import Box, Layout, Shard, ShardedTensor, local_box, num_elements, whole
+from megarl.reshard.proof_routes import prove_routes
+from megarl.reshard.tiling import first_defect, inside, shown, untiled
+
+if TYPE_CHECKING:
+    from megarl.reshard.plan import Plan
+    from megarl.reshard.routes import Segment
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Copy global `box` of `tensor` from rank `src` to rank `dst`.
+def prove_plan(plan: Plan) -> None:
+    """Raise LayoutError naming tensor, interval and ranks unless the plan is exactly-once.
 
-    It lies in `src_local` from offset `src_at` on and goes into `dst_local` from `dst_at` on.
+    Shown: both layouts tile their local tensors with pieces and paddings; every cell is within a
+    piece of everybody who may send it, at the place where it is read, and within a piece of
+    everybody who gets it; the cells that are written into each local tensor tile it together with
+    its paddings, so nothing is left out, written twice or written into padding; every holder of a
+    flow gets it once, over the network at most once per node and only where no rank of the node
+    holds it; and the bytes are those of the destination's layout.
     """
-
-    src: int
-    dst: int
-    tensor: str
-    box: Box
-    src_local: str
-    src_at: tuple[int, ...]
-    dst_local: str
-    dst_at: tuple[int, ...]
-
-
-def prove(moves: Sequence[Move], source: Layout, destination: Layout) -> None:
-    """Raise LayoutError naming tensor, interval and ranks unless `moves` are exactly-once.
-
-    Shown: both layouts tile their local tensors with pieces and paddings; every move reads elements
-    that its source rank holds at that place, and writes them where its destination rank wants them;
-    the moves into each local tensor, with its paddings, tile it, so nothing is left out, written
-    twice, or written into padding.
-    """
-    sources, destinations = _Places(source), _Places(destination)
-    written: dict[tuple[int, str], list[tuple[Box, str]]] = {}
-    for move in moves:
-        sources.check(move.src, move.tensor, move.box, move.src_local, move.src_at, move, "reads")
-        destinations.check(
-            move.dst, move.tensor, move.box, move.dst_local, move.dst_at, move, "writes"
-        )
-        box = local_box(move.box, move.dst_at)
-        sender = f"{move.tensor} from rank {move.src}"
-        written.setdefault((move.dst, move.dst_local), []).append((box, sender))
-    for rank in destination.ranks:
-        for tensor, fixed in _tensors(rank):
-            paddings = [(box, "padding") for box, piece in fixed if piece is None]
-            boxes = written.get((rank.rank, tensor.name), []) + paddings
-            _check_tiling(tensor, boxes, f"destination rank {rank.rank}", fixed)
+    prove_layout(plan.source)
+    prove_layout(plan.destination)
+    prove_blocks(plan)
+    first: dict[int, Segment] = {}
+    for segment in plan.segments:
+        first.setdefault(segment.pairing, segment)
+    for number, pairing in enumerate(plan.pairings):
+        _Cells(plan, pairing, first[number]).prove()
+    prove_routes(plan)
 
 
 def prove_layout(layout: Layout) -> None:
     """Raise LayoutError unless pieces and paddings tile each local tensor of each rank exactly."""
-    _Places(layout)
-
-
-class _Places:
-    """Where each rank of a layout holds what."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.kind = layout.kind
-        shapes = {parameter.name: parameter.shape for parameter in layout.parameters}
-        self.pieces: dict[tuple[int, str, str], list[Piece]] = {}
-        seen: set[tuple[int, int, int]] = set()  # replicas share their tuples
-        for rank in layout.ranks:
-            for piece in rank.pieces:
-                key = (rank.rank, piece.local, piece.tensor)
-                self.pieces.setdefault(key, []).append(piece)
-            parts = (id(rank.tensors), id(rank.pieces), id(rank.paddings))
-            if parts not in seen:
-                seen.add(parts)
-                self._check_rank(rank, shapes)
-
-    def _check_rank(self, rank: RankLayout, shapes: dict[str, tuple[int, ...]]) -> None:
-        for piece in rank.pieces:
-            if piece.tensor not in shapes or not _inside(piece.box, whole(shapes[piece.tensor])):
+    shapes = {
+        parameter.name: parameter.shape
+        for parameters in layout.table.kinds.values()
+        for parameter in parameters
+    }
+    shortest: dict[int, int] = {}
+    names: dict[tuple[int, str], set[int]] = {}
+    for site in layout.sites:
+        stage, template = layout.stages[site.stage], layout.templates[site.template]
+        shortest[site.template] = min(shortest.get(site.template, len(stage)), len(stage))
+        if layout.table.blocks[site.block].kind != template.kind:
+            raise LayoutError(
+                f"{layout.kind}: a {layout.table.blocks[site.block].kind} block is laid out as "
+                f"{template.kind}"
+            )
+        for tensor in template.tensors:
+            ranks = {stage[i] for shard in tensor.shards for i in shard.holders if i < len(stage)}
+            held = names.setdefault((site.stage, site.name(tensor.name)), set())
+            if not held.isdisjoint(ranks):
                 raise LayoutError(
-                    f"{self.kind}: rank {rank.rank} holds {_shown(piece.box)} of {piece.tensor}, "
-                    f"which is not within that parameter ({shapes.get(piece.tensor, 'unknown')})"
+                    f"{layout.kind}: rank {min(held & ranks)} has two tensors of the name "
+                    f"{site.name(tensor.name)}"
                 )
-        for tensor, fixed in _tensors(rank):
-            boxes = [(box, piece.tensor if piece else "padding") for box, piece in fixed]
-            _check_tiling(tensor, boxes, f"{self.kind}: rank {rank.rank}", fixed)
+            held |= ranks
+    for number, template in enumerate(layout.templates):
+        for tensor in template.tensors:
+            for shard in tensor.shards:
+                _check_shard(layout, tensor, shard, shapes, shortest.get(number))
 
-    def check(
-        self,
-        rank: int,
-        tensor: str,
-        box: Box,
-        local: str,
-        at: tuple[int, ...],
-        move: Move,
-        verb: str,
-    ) -> None:
-        """Raise unless `box` of `tensor` lies in tensor `local` of `rank` at offset `at`."""
-        for piece in self.pieces.get((rank, local, tensor), ()):
-            if _inside(box, piece.box) and all(
-                offset - start == origin - first
-                for offset, (start, _), origin, (first, _) in zip(
-                    at, box, piece.at, piece.box, strict=True
-                )
-            ):
-                return
+
+def _check_shard(
+    layout: Layout,
+    tensor: ShardedTensor,
+    shard: Shard,
+    shapes: dict[str, tuple[int, ...]],
+    shortest: int | None,
+) -> None:
+    where = f"{layout.kind}: position {min(shard.holders, default=-1)} of a stage"
+    if shortest is not None and max(shard.holders, default=-1) >= shortest:
         raise LayoutError(
-            f"plan: {tensor} {_shown(box)}, rank {move.src} to rank {move.dst}: it {verb} {local} "
-            f"at {list(at)} of rank {rank}, where {self.kind} does not have these elements"
+            f"{where}: {tensor.name} is held by position {max(shard.holders)} of a stage of "
+            f"{shortest} ranks"
+        )
+    boxes = []
+    for piece in shard.pieces:
+        if piece.tensor not in shapes or not inside(piece.box, whole(shapes[piece.tensor])):
+            raise LayoutError(
+                f"{where} holds {shown(piece.box)} of {piece.tensor}, which is not within that "
+                f"parameter ({shapes.get(piece.tensor, 'unknown')})"
+            )
+        boxes.append((local_box(piece.box, piece.at), piece.tensor))
+    boxes += [(padding.box, "padding") for padding in shard.paddings]
+    defect = first_defect(boxes, whole(tensor.shape))
+    if defect is not None:
+        raise LayoutError(f"{where}: {tensor.name} {shown(defect[0])} {_found(defect[1])}")
+
+
+def _found(names: Sequence[str]) -> str:
+    if not names:
+        return "is written by nothing"
+    return f"is written {len(names)} times ({'; '.join(names)})"
+
+
+def prove_blocks(plan: Plan) -> None:
+    """Raise LayoutError unless the segments take each destination site once, and as it is."""
+    source, destination = plan.source, plan.destination
+    seen: set[int] = set()
+    templates: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for segment in plan.segments:
+        for number, ours, theirs in segment.blocks:
+            block = destination.table.blocks[number]
+            for layout, sites, stages in (
+                (source, ours, segment.source),
+                (destination, theirs, segment.destination),
+            ):
+                for site, stage in zip(sites, stages, strict=True):
+                    place = layout.sites[site]
+                    if layout.table.blocks[place.block] != block:
+                        raise LayoutError(
+                            f"plan: block {block.kind} {block.layer} is taken from or to a place "
+                            f"of {layout.table.blocks[place.block]} in {layout.kind}"
+                        )
+                    if layout.stages[place.stage] != stage:
+                        raise LayoutError(
+                            f"plan: block {block.kind} {block.layer} is in stage {place.stage} of "
+                            f"{layout.kind}, not on ranks {list(stage)[:8]}"
+                        )
+            used = (
+                tuple(source.sites[site].template for site in ours),
+                tuple(destination.sites[site].template for site in theirs),
+            )
+            if templates.setdefault(segment.pairing, used) != used:
+                raise LayoutError(
+                    f"plan: block {block.kind} {block.layer} is planned as if it were laid out "
+                    "like another block"
+                )
+            for site in theirs:
+                if site in seen:
+                    raise LayoutError(
+                        f"plan: block {block.kind} {block.layer} is written twice to ranks "
+                        f"{list(destination.stages[destination.sites[site].stage])[:8]}"
+                    )
+                seen.add(site)
+    for number, place in enumerate(destination.sites):
+        if number not in seen:
+            block = destination.table.blocks[place.block]
+            raise LayoutError(
+                f"plan: block {block.kind} {block.layer} is written by nothing on ranks "
+                f"{list(destination.stages[place.stage])[:8]}"
+            )
+
+
+class _Cells:
+    """The proof of one pairing's cells; errors name its first block."""
+
+    def __init__(self, plan: Plan, pairing: Pairing, segment: Segment) -> None:
+        self.plan, self.pairing, self.segment = plan, pairing, segment
+        number, self.ours, self.theirs = segment.blocks[0]
+        self.block = plan.destination.table.blocks[number]
+
+    def prove(self) -> None:
+        """Raise LayoutError where a cell is not held, not wanted, written twice or missing."""
+        pairing = self.pairing
+        if pairing.parameters != plan_parameters(self.plan, self.block.kind):
+            raise LayoutError(f"plan: cells of other parameters than those of {self.block.kind}")
+        for side, layout, sites, boxes in (
+            (pairing.source, self.plan.source, self.ours, pairing.source_box),
+            (pairing.destination, self.plan.destination, self.theirs, pairing.destination_box),
+        ):
+            self._check_rows(side, layout, sites)
+            self._check_inside(side, layout, sites, boxes)
+        self._check_groups()
+        self._check_tilings()
+
+    def _check_rows(self, side: Pieces, layout: Layout, sites: tuple[int, ...]) -> None:
+        """Each row is (a part of) a piece of the layout, at its place, with its holders."""
+        dims = side.low.shape[1]
+        columns = (side.parameter, side.site, side.tensor, side.shard, side.piece, side.holders)
+        low, high, at = side.low.tolist(), side.high.tolist(), side.at.tolist()
+        for i, (number, s, t, h, p, holders) in enumerate(zip(*columns, strict=True)):
+            tensor = layout.templates[layout.sites[sites[s]].template].tensors[t]
+            shard = tensor.shards[h]
+            piece = shard.pieces[p]
+            first, end = padded(piece.box, dims)
+            start = [0] * (dims - len(piece.at)) + list(piece.at)
+            right = (
+                self.pairing.parameters[number].name == piece.tensor
+                and holders == shard.holders
+                and all(
+                    a <= b < c <= d for a, b, c, d in zip(first, low[i], high[i], end, strict=True)
+                )
+                and all(
+                    x - b == y - a for x, b, y, a in zip(at[i], low[i], start, first, strict=True)
+                )
+            )
+            if not right:
+                raise LayoutError(
+                    f"plan: {self.block.name(piece.tensor)} "
+                    f"{shown(tuple(zip(low[i], high[i], strict=True)))} is not where {layout.kind} "
+                    f"has it ({tensor.name}, {shown(piece.box)} at {list(piece.at)})"
+                )
+
+    def _check_inside(
+        self, side: Pieces, layout: Layout, sites: tuple[int, ...], boxes: Ints
+    ) -> None:
+        """Each cell is within every row of the box it is said to be of."""
+        for cell, row in _pairs(boxes, side.box):
+            wrong = (
+                (self.pairing.parameter[cell] != side.parameter[row])
+                | (self.pairing.low[cell] < side.low[row]).any(axis=1)
+                | (self.pairing.high[cell] > side.high[row]).any(axis=1)
+            )
+            if wrong.any():
+                i = int(wrong.argmax())
+                tensor = self._tensor(layout, sites, side, int(row[i]))
+                raise LayoutError(
+                    f"plan: {self._cell(int(cell[i]))} is not within what {tensor.name} of "
+                    f"{layout.kind} holds"
+                )
+
+    def _check_groups(self) -> None:
+        """Each flow's cells have the holders that the flow is routed by."""
+        pairing = self.pairing
+        counts = np.diff(pairing.start)
+        if len(pairing.parameter) != counts.sum() or (counts < 1).any():
+            raise LayoutError(f"plan: cells of {self.block.kind} are in no flow or in several")
+        for side, boxes, flows in (
+            (pairing.source, pairing.source_box, pairing.flow_source),
+            (pairing.destination, pairing.destination_box, pairing.flow_destination),
+        ):
+            groups, of_box = side.groups
+            held: dict[int, list[tuple[int, int]]] = {}
+            for row, box in enumerate(side.box.tolist()):
+                site = int(side.site[row])
+                held.setdefault(box, []).extend((site, i) for i in side.holders[row])
+            for box, holders in held.items():
+                if sorted(holders) != [(s, i) for s, i, _ in groups[int(of_box[box])]]:
+                    raise LayoutError(f"plan: a box of {self.block.kind} is given other holders")
+            wrong = of_box[boxes] != np.repeat(flows, counts)
+            if wrong.any():
+                raise LayoutError(
+                    f"plan: {self._cell(int(wrong.argmax()))} travels with cells of other holders"
+                )
+
+    def _check_tilings(self) -> None:
+        """The cells written into each local tensor, and its paddings, tile it."""
+        pairing, side = self.pairing, self.pairing.destination
+        dims = side.low.shape[1]
+        cells, rows = next(_pairs(pairing.destination_box, side.box))
+        low = pairing.low[cells] - side.low[rows] + side.at[rows]
+        high = pairing.high[cells] - side.low[rows] + side.at[rows]
+        tensors = side.site[rows] * (1 << 32) + side.tensor[rows]
+        order = np.argsort(tensors, kind="stable")
+        kinds, starts = np.unique(tensors[order], return_index=True)
+        slices = (
+            dict(zip(kinds.tolist(), np.split(order, starts[1:].tolist()), strict=True))
+            if len(order)
+            else {}
+        )
+        for s, site in enumerate(self.theirs):
+            template = self.plan.destination.sites[site].template
+            for t, tensor in enumerate(self.plan.destination.templates[template].tensors):
+                mine = slices.get(s * (1 << 32) + t, np.zeros(0, np.int64))
+                part, first, end = side.shard[rows[mine]], low[mine], high[mine]
+                paddings = [
+                    (h, padded(padding.box, dims))
+                    for h, shard in enumerate(tensor.shards)
+                    for padding in shard.paddings
+                ]
+                if paddings:
+                    part = np.append(part, [h for h, _ in paddings])
+                    first = np.concatenate([first, np.array([b[0] for _, b in paddings])])
+                    end = np.concatenate([end, np.array([b[1] for _, b in paddings])])
+                shape = (1,) * (dims - len(tensor.shape)) + tensor.shape
+                bad = untiled(part, first, end, shape, len(tensor.shards))
+                if bad >= 0:
+                    self._say_untiled(
+                        s, tensor, bad, mine[part[: len(mine)] == bad], cells, low, high
+                    )
+
+    def _say_untiled(
+        self,
+        site: int,
+        tensor: ShardedTensor,
+        bad: int,
+        mine: Ints,
+        cells: Ints,
+        low: Ints,
+        high: Ints,
+    ) -> None:
+        shard = tensor.shards[bad]
+        lacking = low.shape[1] - len(tensor.shape)
+        boxes: list[tuple[Box, str]] = []
+        for i in mine.tolist():
+            box = tuple(zip(low[i].tolist(), high[i].tolist(), strict=True))[lacking:]
+            boxes.append((box, self._cell(int(cells[i]))))
+        boxes += [(padding.box, "padding") for padding in shard.paddings]
+        defect = first_defect(boxes, whole(tensor.shape))
+        assert defect is not None
+        stage = self.segment.destination[site]
+        name = self.plan.destination.sites[self.theirs[site]].name(tensor.name)
+        wanted = ", ".join(
+            self.block.name(piece.tensor)
+            for piece in shard.pieces
+            if inside(defect[0], local_box(piece.box, piece.at))
+        )
+        raise LayoutError(
+            f"plan: destination ranks {[stage[i] for i in shard.holders[:8]]}: {name} "
+            f"{shown(defect[0])} ({wanted or 'no parameter'}) {_found(defect[1])}; "
+            f"{self.plan.source.kind} to {self.plan.destination.kind}"
         )
 
+    def _tensor(
+        self, layout: Layout, sites: tuple[int, ...], side: Pieces, row: int
+    ) -> ShardedTensor:
+        site = layout.sites[sites[int(side.site[row])]]
+        return layout.templates[site.template].tensors[int(side.tensor[row])]
 
-def _tensors(rank: RankLayout) -> Iterable[tuple[LocalTensor, list[tuple[Box, Piece | None]]]]:
-    """Each local tensor of a rank with the local boxes of its pieces, and paddings (None)."""
-    fixed: dict[str, list[tuple[Box, Piece | None]]] = {t.name: [] for t in rank.tensors}
-    for piece in rank.pieces:
-        fixed.setdefault(piece.local, []).append((local_box(piece.box, piece.at), piece))
-    for padding in rank.paddings:
-        fixed.setdefault(padding.local, []).append((padding.box, None))
-    known = {tensor.name: tensor for tensor in rank.tensors}
-    for name, boxes in fixed.items():
-        if name not in known:
-            raise LayoutError(f"rank {rank.rank} holds pieces in {name}, which it does not have")
-        yield known[name], boxes
+    def _cell(self, cell: int) -> str:
+        parameter = self.pairing.parameters[int(self.pairing.parameter[cell])]
+        low, high = self.pairing.low[cell].tolist(), self.pairing.high[cell].tolist()
+        box = tuple(zip(low, high, strict=True))[len(low) - len(parameter.shape) :]
+        return f"{self.block.name(parameter.name)} {shown(box)}"
 
 
-def _check_tiling(
-    tensor: LocalTensor,
-    boxes: Sequence[tuple[Box, str]],
-    where: str,
-    fixed: Sequence[tuple[Box, Piece | None]],
-) -> None:
-    """Raise unless the named boxes tile the local tensor exactly."""
-    target = whole(tensor.shape)
-    defect = first_defect(boxes, target)
-    if defect is None:
-        return
-    box, names = defect
-    if names:
-        found = f"is written {len(names)} times ({'; '.join(names)})"
-    else:
-        owners = [piece.tensor for held, piece in fixed if piece is not None and _inside(box, held)]
-        found = f"({', '.join(owners) or 'no parameter'}) is written by nothing"
-    raise LayoutError(f"{where}: {tensor.name} {_shown(box)} {found}")
+def _nested(a: Sequence[int], b: Sequence[int], c: Sequence[int], d: Sequence[int]) -> bool:
+    return all(w <= x < y <= z for w, x, y, z in zip(a, b, c, d, strict=True))
 
 
-def first_defect(
-    boxes: Sequence[tuple[Box, str]], target: Box
-) -> tuple[Box, tuple[str, ...]] | None:
-    """The first part of `target` that is not in exactly one box, with the names of those it is in.
-
-    A box that reaches beyond `target` is a defect too. None where the boxes tile the target.
-
-    >>> first_defect([(((0, 2),), "a"), (((2, 4),), "b")], ((0, 4),))
-    >>> first_defect([(((0, 2),), "a"), (((1, 4),), "b")], ((0, 4),))
-    (((1, 2),), ('a', 'b'))
-    >>> first_defect([(((0, 2),), "a")], ((0, 4),))
-    (((2, 4),), ())
-    """
-    for box, name in boxes:
-        if not _inside(box, target):
-            return box, (name, "beyond the tensor")
-    if not target:
-        return None
-    (low, high), rest = target[0], target[1:]
-    cuts = sorted({low, high, *(edge for box, _ in boxes for edge in box[0])})
-    slabs: list[list[tuple[Box, str]]] = [[] for _ in cuts[1:]]
-    for box, name in boxes:
-        first, last = bisect_left(cuts, box[0][0]), bisect_left(cuts, box[0][1])
-        for slab in range(first, last):
-            slabs[slab].append((box[1:], name))
-    for start, end, inside in zip(cuts, cuts[1:], slabs, strict=False):
-        if len(inside) == 1 and inside[0][0] == rest:
-            continue
-        if not inside or not rest:
-            return ((start, end), *rest), tuple(name for _, name in inside)
-        deeper = first_defect(inside, rest)
-        if deeper is not None:
-            return ((start, end), *deeper[0]), deeper[1]
-    return None
+def _shifted(at: Sequence[int], low: Sequence[int]) -> list[int]:
+    return [offset - first for offset, first in zip(at, low, strict=True)]
 
 
-def _inside(box: Box, outer: Box) -> bool:
-    return len(box) == len(outer) and all(
-        low <= start < end <= high for (start, end), (low, high) in zip(box, outer, strict=True)
-    )
+def plan_parameters(plan: Plan, kind: str) -> tuple[object, ...]:
+    """The destination's parameters of a kind of block."""
+    return tuple(plan.destination.table.kinds[kind])
 
 
-def _shown(box: Box) -> str:
-    return "[" + ", ".join(f"{start}:{end}" for start, end in box) + "]"
+def _pairs(boxes: Ints, of_row: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """(cell, row) for every row of each cell's box, once."""
+    order = np.argsort(of_row, kind="stable").astype(np.int64)
+    begin = np.searchsorted(of_row[order], boxes, "left")
+    count = np.searchsorted(of_row[order], boxes, "right") - begin
+    cells = np.repeat(np.arange(len(boxes), dtype=np.int64), count)
+    within = np.arange(len(cells)) - np.repeat(np.cumsum(count) - count, count)
+    yield cells, order[np.repeat(begin, count) + within]
+
+
+def written_elements(layout: Layout) -> int:
+    """Elements that the layout's ranks hold of parameters, all copies counted."""
+    held = [
+        sum(
+            num_elements(piece.box) * len(shard.holders)
+            for tensor in template.tensors
+            for shard in tensor.shards
+            for piece in shard.pieces
+        )
+        for template in layout.templates
+    ]
+    return sum(held[site.template] for site in layout.sites)

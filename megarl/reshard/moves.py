@@ -1,0 +1,270 @@
+"""One rank's part of a plan, written out: as arrays for executors, as moves for readers.
+
+Owns the way from flows and routes to single copies. Builds nothing for other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from megarl.reshard.cells import Ints
+from megarl.reshard.layout import Box, Layout
+from megarl.reshard.routes import Route, Segment, group_ranks
+
+if TYPE_CHECKING:
+    from megarl.reshard.plan import Plan
+
+Link = Literal["local", "node", "network", "fanout"]
+"""local: on one GPU. node: between GPUs of one node. network: between nodes. fanout: from a
+destination rank of the same node, which got it by network."""
+
+LINKS: tuple[Link, ...] = ("local", "node", "network", "fanout")
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy global `box` of `tensor` from rank `src` to rank `dst`.
+
+    It lies in `src_local` from offset `src_at` on and goes into `dst_local` from `dst_at` on. With
+    link "fanout" `src` is a rank of the destination, and `src_local` a tensor of its layout.
+    """
+
+    src: int
+    dst: int
+    tensor: str
+    box: Box
+    src_local: str
+    src_at: tuple[int, ...]
+    dst_local: str
+    dst_at: tuple[int, ...]
+    link: Link = "node"
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Copies as columns, one row each; boxes and offsets are [n, D], padded on the left.
+
+    `block` numbers the destination's blocks, `parameter` counts those of its kind, `link` indexes
+    LINKS. Sites are numbers in their layouts (of the destination's where the link is fanout), and
+    tensors index into the sites' templates.
+    """
+
+    block: Ints
+    parameter: Ints
+    low: Ints
+    high: Ints
+    link: Ints
+    source: Ints
+    destination: Ints
+    source_site: Ints
+    source_tensor: Ints
+    source_at: Ints
+    destination_site: Ints
+    destination_tensor: Ints
+    destination_at: Ints
+
+    def __len__(self) -> int:
+        return len(self.block)
+
+    @property
+    def num_elements(self) -> Ints:
+        """Elements of each row."""
+        sizes: Ints = (self.high - self.low).prod(axis=1)
+        return sizes
+
+    def moves(self, plan: Plan) -> tuple[Move, ...]:
+        """The rows as moves, with names."""
+        source, destination = plan.source, plan.destination
+        columns = (
+            getattr(self, name).tolist()
+            for name in (
+                "block parameter low high link source destination source_site source_tensor "
+                "source_at destination_site destination_tensor destination_at"
+            ).split()
+        )
+        moves = []
+        for b, p, low, high, link, src, dst, ss, st, s_at, ds, dt, d_at in zip(
+            *columns, strict=True
+        ):
+            block = destination.table.blocks[b]
+            parameter = destination.table.kinds[block.kind][p]
+            dims = len(parameter.shape)
+            box = tuple(zip(low, high, strict=True))[len(low) - dims :]
+            side = destination if LINKS[link] == "fanout" else source
+            src_local, src_at = _local(side, ss, st, s_at)
+            dst_local, dst_at = _local(destination, ds, dt, d_at)
+            name = block.name(parameter.name)
+            moves.append(
+                Move(src, dst, name, box, src_local, src_at, dst_local, dst_at, LINKS[link])
+            )
+        return tuple(moves)
+
+
+def _local(layout: Layout, site: int, tensor: int, at: list[int]) -> tuple[str, tuple[int, ...]]:
+    place = layout.sites[site]
+    found = layout.templates[place.template].tensors[tensor]
+    return place.name(found.name), tuple(at[len(at) - len(found.shape) :])
+
+
+def operations_to(plan: Plan, rank: int) -> Operations:
+    """All copies into one destination rank, by block, tensor and place in it."""
+    writer = _Writer(plan)
+    for number, segment in enumerate(plan.segments):
+        if not any(rank in stage for stage in segment.destination):
+            continue
+        pairing = plan.pairings[segment.pairing]
+        groups = pairing.destination.groups[0]
+        mine = {
+            g: [i for i, r in enumerate(group_ranks(group, segment.destination)) if r == rank]
+            for g, group in enumerate(groups)
+        }
+        for flow, group in enumerate(pairing.flow_destination.tolist()):
+            for member in mine[group]:
+                writer.receive(number, segment, flow, member)
+    return writer.done(by_destination=True)
+
+
+def operations_from(plan: Plan, rank: int) -> Operations:
+    """All copies out of one source rank, in the order of the destination's."""
+    writer = _Writer(plan)
+    for number, segment in enumerate(plan.segments):
+        if not any(rank in stage for stage in segment.source):
+            continue
+        pairing = plan.pairings[segment.pairing]
+        groups = pairing.source.groups[0]
+        mine = {
+            g: {i for i, r in enumerate(group_ranks(group, segment.source)) if r == rank}
+            for g, group in enumerate(groups)
+        }
+        for flow, group in enumerate(pairing.flow_source.tolist()):
+            if mine[group]:
+                writer.send(number, segment, flow, mine[group])
+    return writer.done(by_destination=False)
+
+
+class _Writer:
+    """Rows being collected."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.parts: list[tuple[Ints, ...]] = []
+
+    def receive(self, number: int, segment: Segment, flow: int, member: int) -> None:
+        """What one holder of a flow's destination gets, over all blocks."""
+        found: Route = self.plan.routes[number][flow]
+        blocks = range(len(segment.blocks))
+        j = -1
+        for delivery in found.deliveries:
+            j += not delivery.near
+            if member not in delivery.members:
+                continue
+            place = delivery.members.index(member)
+            by: dict[tuple[int, int], list[int]] = {}  # (link, holder it comes from) -> blocks
+            for k in blocks:
+                ingress = delivery.members[k % len(delivery.members)]
+                if delivery.near:
+                    key = (int(delivery.local[place] < 0), delivery.source(place, k))
+                elif ingress == member:
+                    key = (2, found.sender(k, j))
+                else:
+                    key = (3, ingress)
+                by.setdefault(key, []).append(k)
+            for (link, holder), ks in by.items():
+                self._rows(segment, flow, ks, link, holder, member)
+            return
+
+    def send(self, number: int, segment: Segment, flow: int, holders: set[int]) -> None:
+        """What some holders of a flow's source give, over all blocks."""
+        found: Route = self.plan.routes[number][flow]
+        j = -1
+        for delivery in found.deliveries:
+            j += not delivery.near
+            by: dict[tuple[int, int, int], list[int]] = {}
+            for k in range(len(segment.blocks)):
+                if not delivery.near:
+                    sender = found.sender(k, j)
+                    if sender in holders:
+                        ingress = delivery.members[k % len(delivery.members)]
+                        by.setdefault((2, sender, ingress), []).append(k)
+                    continue
+                for place, member in enumerate(delivery.members):
+                    source = delivery.source(place, k)
+                    if source in holders:
+                        link = int(delivery.local[place] < 0)
+                        by.setdefault((link, source, member), []).append(k)
+            for (link, source, member), ks in by.items():
+                self._rows(segment, flow, ks, link, source, member)
+
+    def _rows(
+        self, segment: Segment, flow: int, ks: Sequence[int], link: int, giver: int, taker: int
+    ) -> None:
+        """Rows of all cells of a flow for blocks `ks`, between two holders of its groups."""
+        pairing = self.plan.pairings[segment.pairing]
+        cells = pairing.cells(flow)
+        low, right = pairing.low[cells], pairing.destination_box[cells]
+        into = pairing.destination.groups[0][int(pairing.flow_destination[flow])]
+        of = pairing.source.groups[0][int(pairing.flow_source[flow])]
+        fanout = link == LINKS.index("fanout")
+        side = pairing.destination if fanout else pairing.source
+        box = right if fanout else pairing.source_box[cells]
+        group, stages = (into, segment.destination) if fanout else (of, segment.source)
+        given = side.rows(box, group[giver])
+        taken = pairing.destination.rows(right, into[taker])
+        n, m = len(low), len(ks)
+        blocks = [segment.blocks[k] for k in ks]
+
+        def per_block(values: list[int]) -> Ints:
+            return np.repeat(np.array(values, np.int64), n)
+
+        def per_cell(values: Ints) -> Ints:
+            return np.tile(values, (m, 1)) if values.ndim == 2 else np.tile(values, m)
+
+        giver_site, giver_position, _ = group[giver]
+        taker_site, taker_position, _ = into[taker]
+        self.parts.append(
+            (
+                per_block([b[0] for b in blocks]),
+                per_cell(pairing.parameter[cells]),
+                per_cell(low),
+                per_cell(pairing.high[cells]),
+                np.full(n * m, link, np.int64),
+                np.full(n * m, stages[giver_site][giver_position], np.int64),
+                np.full(n * m, segment.destination[taker_site][taker_position], np.int64),
+                per_block([(b[2] if fanout else b[1])[giver_site] for b in blocks]),
+                per_cell(side.tensor[given]),
+                per_cell(side.at[given] + low - side.low[given]),
+                per_block([b[2][taker_site] for b in blocks]),
+                per_cell(pairing.destination.tensor[taken]),
+                per_cell(pairing.destination.at[taken] + low - pairing.destination.low[taken]),
+            )
+        )
+
+    def done(self, by_destination: bool) -> Operations:
+        """All rows in one order: by destination rank, block, tensor and place in it."""
+        dims = max((part[2].shape[1] for part in self.parts), default=1)
+        boxes = {2: 0, 3: 1, 9: 0, 12: 0}  # columns [n, D], with what pads them on the left
+        columns: list[Ints] = []
+        for i in range(13):
+            parts = [part[i] for part in self.parts]
+            if i in boxes:
+                parts = [_widened(part, dims, boxes[i]) for part in parts]
+                columns.append(np.concatenate(parts) if parts else np.zeros((0, dims), np.int64))
+            else:
+                columns.append(np.concatenate(parts) if parts else np.zeros(0, np.int64))
+        at = columns[12]
+        keys = [at[:, d] for d in reversed(range(dims))]
+        order = np.lexsort((*keys, columns[11], columns[10], columns[0]))
+        if not by_destination:
+            order = order[np.argsort(columns[6][order], kind="stable")]
+        return Operations(*(column[order] for column in columns))
+
+
+def _widened(boxes: Ints, dims: int, fill: int) -> Ints:
+    lacking = dims - boxes.shape[1]
+    if not lacking:
+        return boxes
+    return np.concatenate([np.full((len(boxes), lacking), fill, np.int64), boxes], axis=1)

@@ -1,0 +1,255 @@
+"""Who sends each flow to whom: senders in turn, one ingress per node, and the bytes that follow.
+
+Owns the choice among replicas. Flows without a choice are counted first; then those with the
+fewest replicas and the most bytes, each sharing its blocks and nodes out in turn, beginning with
+the replica that has sent the least (longest processing time first). A source rank on the
+destination's GPU is copied from, one on its node is pulled from, and only what no rank of a node
+holds crosses the network: once into each node, there fanned out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megarl.reshard.cells import Holder, Pairing
+from megarl.reshard.placement import Device, Placement
+
+Stages = tuple[tuple[int, ...], ...]
+"""For each site of a block, the ranks of its stage by position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How one node gets a flow: `members` index the destination's holders that are on it.
+
+    Where `near` is empty it comes by network: of the k-th block, member k % len(members) is the
+    ingress and the others copy from it. Else member i copies from the source holder `local[i]`
+    on its own GPU, or where that is -1 pulls from near[k % len(near)] on its node.
+    """
+
+    node: int
+    members: tuple[int, ...]
+    near: tuple[int, ...] = ()
+    local: tuple[int, ...] = ()
+
+    def source(self, member: int, k: int) -> int:
+        """Which source holder the member at place `member` reads of block k; network has none."""
+        return self.local[member] if self.local[member] >= 0 else self.near[k % len(self.near)]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One flow of one segment. Of the network deliveries, the j-th of block k is number
+    k * (how many there are) + j, and `senders` (indices of source holders) send them in turn."""
+
+    senders: tuple[int, ...]
+    deliveries: tuple[Delivery, ...]
+    num_network: int
+
+    def sender(self, k: int, j: int) -> int:
+        """The source holder that sends block k to the j-th network delivery."""
+        return self.senders[(k * self.num_network + j) % len(self.senders)]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Blocks of one pairing whose sites are in the same stages: they are routed alike.
+
+    `blocks` are (block number in the destination's table, its source sites, its destination
+    sites), in order; sites are numbers in their layouts.
+    """
+
+    pairing: int
+    source: Stages
+    destination: Stages
+    blocks: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass
+class Traffic:
+    """Bytes of one plan by rank: source ranks in the *_out, destination ranks in the others.
+
+    network_out and network_in cross nodes; node_out and node_in are pulled from a source rank on
+    the same node; local is copied on one GPU; fanout_out and fanout_in pass between destination
+    ranks of one node.
+    """
+
+    network_out: dict[int, int] = field(default_factory=dict)
+    network_in: dict[int, int] = field(default_factory=dict)
+    node_out: dict[int, int] = field(default_factory=dict)
+    node_in: dict[int, int] = field(default_factory=dict)
+    local: dict[int, int] = field(default_factory=dict)
+    fanout_out: dict[int, int] = field(default_factory=dict)
+    fanout_in: dict[int, int] = field(default_factory=dict)
+
+
+def route(
+    pairings: Sequence[Pairing], segments: Sequence[Segment], placement: Placement
+) -> tuple[tuple[tuple[Route, ...], ...], Traffic]:
+    """For each segment the route of each of its pairing's flows, and the bytes of all of them."""
+    return _Router(pairings, segments, placement).routes()
+
+
+def group_ranks(group: tuple[Holder, ...], stages: Stages) -> tuple[int, ...]:
+    """The ranks of a group's holders."""
+    return tuple(stages[site][position] for site, position, _ in group)
+
+
+class _Router:
+    """Routes being made, with the bytes that each rank sends and receives so far."""
+
+    def __init__(
+        self, pairings: Sequence[Pairing], segments: Sequence[Segment], placement: Placement
+    ) -> None:
+        self.pairings, self.segments, self.placement = pairings, segments, placement
+        self.shares_nodes = placement.shares_nodes
+        self.traffic = Traffic()
+        self.readers: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
+        self.found: list[list[Route | None]] = [
+            [None] * pairings[segment.pairing].num_flows for segment in segments
+        ]
+
+    def routes(self) -> tuple[tuple[tuple[Route, ...], ...], Traffic]:
+        """The routes, those without a choice first."""
+        choices: list[tuple[int, int, int, int]] = []
+        for number in range(len(self.segments)):
+            choices += self._without_choice(number)
+        for _, _, number, flow in sorted(choices):
+            self._choose(number, flow)
+        done = tuple(tuple(r for r in routes if r is not None) for routes in self.found)
+        return done, self.traffic
+
+    def _without_choice(self, number: int) -> list[tuple[int, int, int, int]]:
+        """Route what has one sender and one member on each node; list the rest to be sorted."""
+        segment = self.segments[number]
+        pairing = self.pairings[segment.pairing]
+        sources, destinations = pairing.source.groups[0], pairing.destination.groups[0]
+        left = pairing.flow_source.tolist()
+        right = pairing.flow_destination.tolist()
+        sizes = pairing.flow_bytes.tolist()
+        patterns: dict[tuple[int, int], tuple[Delivery, ...]] = {}
+        fixed: dict[tuple[int, int], Route] = {}
+        total: dict[tuple[int, int], int] = {}
+        rest = []
+        for flow, (a, b, size) in enumerate(zip(left, right, sizes, strict=True)):
+            key = (a, b) if self.shares_nodes else (-1, b)
+            if key not in patterns:
+                patterns[key] = self._pattern(segment, sources[a], destinations[b])
+            deliveries = patterns[key]
+            if len(sources[a]) > 1 or any(len(d.members) > 1 or d.near for d in deliveries):
+                rest.append((len(sources[a]), -size, number, flow))
+                continue
+            if (a, b) not in fixed:
+                fixed[a, b] = Route((0,), deliveries, len(deliveries))
+            self.found[number][flow] = fixed[a, b]
+            total[a, b] = total.get((a, b), 0) + size
+        for (a, b), size in total.items():
+            (sender,) = group_ranks(sources[a], segment.source)
+            receivers = group_ranks(destinations[b], segment.destination)
+            moved = size * len(segment.blocks)
+            _add(self.traffic.network_out, sender, moved * len(receivers))
+            for rank in receivers:
+                _add(self.traffic.network_in, rank, moved)
+        return rest
+
+    def _pattern(
+        self, segment: Segment, source: tuple[Holder, ...], destination: tuple[Holder, ...]
+    ) -> tuple[Delivery, ...]:
+        """The nodes that need a flow, with the source holders that are on each."""
+        devices = [self.placement.source[r] for r in group_ranks(source, segment.source)]
+        by_node: dict[int, list[tuple[int, Device]]] = {}
+        for member, rank in enumerate(group_ranks(destination, segment.destination)):
+            device = self.placement.destination[rank]
+            by_node.setdefault(device.node, []).append((member, device))
+        deliveries = []
+        for node, members in sorted(by_node.items()):
+            near = tuple(i for i, d in enumerate(devices) if d.node == node)
+            own = {devices[i]: i for i in reversed(near)}
+            local = tuple(own.get(device, -1) for _, device in members) if near else ()
+            deliveries.append(Delivery(node, tuple(m for m, _ in members), near, local))
+        return tuple(deliveries)
+
+    def _choose(self, number: int, flow: int) -> None:
+        """Route one flow that has a choice, and count its bytes."""
+        segment = self.segments[number]
+        pairing = self.pairings[segment.pairing]
+        source = pairing.source.groups[0][int(pairing.flow_source[flow])]
+        destination = pairing.destination.groups[0][int(pairing.flow_destination[flow])]
+        senders = group_ranks(source, segment.source)
+        receivers = group_ranks(destination, segment.destination)
+        size, blocks = int(pairing.flow_bytes[flow]), len(segment.blocks)
+        first = pairing.source.first_row[pairing.source_box[pairing.start[flow]]]
+        tensor = (number, int(pairing.source.tensor[first]), int(pairing.flow_source[flow]))
+        deliveries = [
+            self._direct(d, tensor, senders, receivers, size, blocks)
+            if d.near
+            else self._ingress(d, receivers, size, blocks)
+            for d in self._pattern(segment, source, destination)
+        ]
+        network = sum(1 for d in deliveries if not d.near)
+        out = self.traffic.network_out
+        order = tuple(sorted(range(len(senders)), key=lambda i: (out.get(senders[i], 0), i)))
+        for i, sends in zip(order, _turns(blocks * network, len(order)), strict=False):
+            _add(out, senders[i], size * sends)
+        self.found[number][flow] = Route(order, tuple(deliveries), network)
+
+    def _ingress(
+        self, delivery: Delivery, receivers: Sequence[int], size: int, blocks: int
+    ) -> Delivery:
+        """The members ordered by what they have received: each is the ingress in turn."""
+        traffic = self.traffic
+        received = traffic.network_in
+        members = tuple(
+            sorted(delivery.members, key=lambda m: (received.get(receivers[m], 0), receivers[m]))
+        )
+        for m, turns in zip(members, _turns(blocks, len(members)), strict=True):
+            rank = receivers[m]
+            _add(received, rank, size * turns)
+            if len(members) > 1:
+                _add(traffic.fanout_in, rank, size * (blocks - turns))
+                _add(traffic.fanout_out, rank, size * turns * (len(members) - 1))
+        return Delivery(delivery.node, members)
+
+    def _direct(
+        self,
+        delivery: Delivery,
+        tensor: tuple[int, int, int],
+        senders: Sequence[int],
+        receivers: Sequence[int],
+        size: int,
+        blocks: int,
+    ) -> Delivery:
+        """The holders on the node ordered by what they have given: each is read from in turn.
+
+        All flows out of one source tensor take the same turns, so that of its replicas on a node
+        one alone has to have it ready.
+        """
+        traffic = self.traffic
+        given = traffic.node_out
+        key = (*tensor, delivery.node)
+        if key not in self.readers:
+            order = sorted(delivery.near, key=lambda i: (given.get(senders[i], 0), i))
+            self.readers[key] = tuple(order)
+        near = self.readers[key]
+        pulls = sum(1 for i in delivery.local if i < 0)
+        for member, own in zip(delivery.members, delivery.local, strict=True):
+            into = traffic.node_in if own < 0 else traffic.local
+            _add(into, receivers[member], size * blocks)
+        for i, turns in zip(near, _turns(blocks, len(near)), strict=True):
+            _add(given, senders[i], size * turns * pulls)
+        return Delivery(delivery.node, delivery.members, near, delivery.local)
+
+
+def _turns(units: int, places: int) -> list[int]:
+    """How many of `units` things each of `places` gets in turn.
+
+    >>> _turns(7, 3)
+    [3, 2, 2]
+    """
+    return [units // places + (1 if i < units % places else 0) for i in range(places)]
+
+
+def _add(counts: dict[int, int], rank: int, size: int) -> None:
+    if size:
+        counts[rank] = counts.get(rank, 0) + size
