@@ -6,19 +6,32 @@ weights, parallelism or engines.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megarl.actor.config_fields import Fields, is_one_of, read_json
+from megarl.actor.config_rope import read_rope
 from megarl.actor.families import FAMILIES
 from megarl.actor.families.family import Family
+from megarl.actor.model_shape import (
+    LatentAttention,
+    Llama3Rope,
+    MixtureOfExperts,
+    ModelShape,
+    Yarn,
+)
 from megarl.errors import ModelError
 
-# Constants of Megatron's RotaryEmbedding._apply_scaling, megatron-core 0.19; the factor is free.
-LLAMA3_LOW_FREQ_FACTOR = 1.0
-LLAMA3_HIGH_FREQ_FACTOR = 4.0
-LLAMA3_ORIGINAL_MAX_POSITIONS = 8192
+__all__ = [
+    "LatentAttention",
+    "Llama3Rope",
+    "MixtureOfExperts",
+    "ModelShape",
+    "Yarn",
+    "eos_token_ids",
+    "read_shape",
+]
 
 # Fields that change neither the forward pass nor the parameters of the families here.
 HARMLESS = frozenset(
@@ -30,103 +43,32 @@ HARMLESS = frozenset(
     "transformers_version unsloth_fixed unsloth_version use_cache".split()
 )
 
-# Fields that read_shape turns into the shape.
+# Fields that read_shape turns into the shape, of every family and by what a family has.
 HONOURED = frozenset(
     "head_dim hidden_size intermediate_size max_position_embeddings num_attention_heads "
-    "num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters rope_scaling rope_theta "
-    "tie_word_embeddings vocab_size".split()
+    "num_hidden_layers num_key_value_heads quantization_config rms_norm_eps rope_parameters "
+    "rope_scaling rope_theta tie_word_embeddings vocab_size".split()
 )
+HONOURED_BY: Mapping[str, frozenset[str]] = {
+    "grouped": frozenset(),
+    "latent": frozenset(
+        "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
+    ),
+    "none": frozenset(),
+    "qwen3": frozenset(
+        "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts "
+        "num_experts_per_tok num_local_experts".split()
+    ),
+    "deepseek": frozenset(
+        "first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts "
+        "norm_topk_prob num_experts_per_tok num_nextn_predict_layers routed_scaling_factor "
+        "topk_group".split()
+    ),
+}
 
-
-@dataclass(frozen=True, slots=True)
-class Llama3Rope:
-    """Llama 3's frequency scaling of rotary embeddings: long wavelengths are divided by `factor`.
-
-    Its other constants are Megatron's: low 1, high 4, original length 8192.
-    """
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2): queries, keys and values through low ranks.
-
-    `q_lora_rank` is None where queries are projected at full rank.
-    """
-
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class MixtureOfExperts:
-    """The routed experts of the layers that have them. `shared_intermediate_size` 0 is none.
-
-    `router_bias` is the per-expert correction of DeepSeek-V3 (e_score_correction_bias). The other
-    fields say how the router chooses.
-    """
-
-    num_experts: int
-    experts_per_token: int
-    expert_intermediate_size: int
-    shared_intermediate_size: int
-    router_bias: bool
-    scoring: str
-    normalize: bool
-    scaling: float
-    num_groups: int
-    groups_per_token: int
-    dense_layers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Everything that the engines and the layouts need to know about the policy but its weights."""
-
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    tie_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: Llama3Rope | None
-    max_positions: int
-    rotary_fraction: float = 1.0
-    attention_output_gate: bool = False
-    mla: LatentAttention | None = None
-    moe: MixtureOfExperts | None = None
-    num_mtp_layers: int = 0
-    fp8_block: tuple[int, int] | None = None
-
-    @property
-    def layer_kinds(self) -> tuple[str, ...]:
-        """For each decoder layer, "dense" or "moe"."""
-        if self.moe is None:
-            return ("dense",) * self.num_layers
-        dense = self.moe.dense_layers
-        return tuple("dense" if i in dense else "moe" for i in range(self.num_layers))
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> ModelShape:
-        """The inverse of `to_dict`."""
-        rope = values["rope_scaling"]
-        scaling = Llama3Rope(**rope) if isinstance(rope, Mapping) else None
-        return cls(**{**values, "rope_scaling": scaling})  # type: ignore[arg-type]
+# The one quantization that is read: float8 in blocks, one float32 scale each. A scale_fmt would
+# round the scales, which is another quantization.
+FP8 = {"quant_method": ("fp8",), "fmt": ("e4m3",), "activation_scheme": ("dynamic",)}
 
 
 def read_shape(model_dir: str | Path) -> ModelShape:
@@ -137,8 +79,11 @@ def read_shape(model_dir: str | Path) -> ModelShape:
     not computed.
     """
     path = Path(model_dir) / "config.json"
-    config = _read_json(path, required=True)
-    return _Reader(path, config, _family(path, config)).shape()
+    config = read_json(path, required=True)
+    family = _family(path, config)
+    fields = Fields(path, config)
+    _check_fields(fields, family)
+    return _shape(fields, family)
 
 
 def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
@@ -148,7 +93,7 @@ def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
     """
     folder = Path(model_dir)
     for name, required in (("generation_config.json", False), ("config.json", True)):
-        found = _read_json(folder / name, required).get("eos_token_id")
+        found = read_json(folder / name, required).get("eos_token_id")
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]
@@ -158,29 +103,6 @@ def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
             )
         return tuple(ids)
     return ()
-
-
-def _read_json(path: Path, required: bool) -> dict[str, object]:
-    """The object in a JSON file; {} where it is missing and not required."""
-    if not path.parent.is_dir():
-        raise ModelError(
-            f"model folder {path.parent} does not exist; set actor.model to the folder of a "
-            "Hugging Face checkpoint"
-        )
-    if not path.is_file():
-        if not required:
-            return {}
-        raise ModelError(
-            f"{path.parent} has no {path.name}; set actor.model to the folder of a Hugging Face "
-            "checkpoint"
-        )
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}; fetch the file again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
-    return value
 
 
 def _family(path: Path, config: Mapping[str, object]) -> Family:
@@ -196,151 +118,220 @@ def _family(path: Path, config: Mapping[str, object]) -> Family:
     if model_type not in family.model_types:
         raise ModelError(
             f"{path}: model_type is {model_type!r} beside architecture {family.architecture}; "
-            f"engines choose by one or the other, so it must be {family.model_types[0]!r}"
+            "engines choose by one or the other, so it must be "
+            + " or ".join(repr(known) for known in family.model_types)
         )
     return family
 
 
-class _Reader:
-    """One config.json being read; every error names the file, the field and the value."""
-
-    def __init__(self, path: Path, config: Mapping[str, object], family: Family) -> None:
-        self.path, self.config, self.family = path, config, family
-
-    def shape(self) -> ModelShape:
-        """The shape, after every field of the config has been accounted for."""
-        self._check_fields()
-        heads, hidden = self._size("num_attention_heads"), self._size("hidden_size")
-        kv_heads, head_dim = self._kv_heads(heads), self._head_dim(heads, hidden)
-        if heads % kv_heads:
-            raise self._refusal(
-                "num_key_value_heads", f"it must divide num_attention_heads = {heads}"
+def _check_fields(fields: Fields, family: Family) -> None:
+    """Refuse what changes the mathematics, and what nobody here knows the meaning of."""
+    honoured = HONOURED | HONOURED_BY[family.attention] | HONOURED_BY[family.experts]
+    honoured |= {name for name in (family.qkv_bias, family.qk_norm) if isinstance(name, str)}
+    if family.rotary_fraction is not None:
+        honoured |= {"partial_rotary_factor"}
+    for field, value in fields.values.items():
+        if field in HARMLESS | honoured | family.harmless:
+            continue
+        if field not in family.fixed:
+            raise fields.refusal(
+                field,
+                f"megarl does not know this field of {family.architecture} and may not "
+                "compute what it asks for; remove it if it does not change the forward pass",
             )
-        if head_dim % 2:
-            raise self._refusal("head_dim", "rotary embeddings need an even number")
-        theta, scaling = self._rope()
-        return ModelShape(
-            architecture=self.family.architecture,
-            num_layers=self._size("num_hidden_layers"),
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate_size=self._size("intermediate_size"),
-            vocab_size=self._size("vocab_size"),
-            tie_embeddings=self._flag("tie_word_embeddings"),
-            qkv_bias=self.family.qkv_bias is True,
-            qk_norm=self.family.qk_norm is True,
-            rms_norm_eps=self._real("rms_norm_eps", self.config),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            max_positions=self._size("max_position_embeddings"),
-        )
+        allowed = family.fixed[field]
+        values = value if isinstance(value, list) and value else [value]
+        if not all(is_one_of(v, allowed) for v in values):
+            raise fields.refusal(field, f"only {allowed[0]!r} is computed alike by both engines")
 
-    def _refusal(self, field: str, reason: str, value: object = ...) -> ModelError:
-        found = self.config.get(field) if value is ... else value
-        return ModelError(f"{self.path}: {field} is {found!r}; {reason}")
 
-    def _check_fields(self) -> None:
-        """Refuse what changes the mathematics, and what nobody here knows the meaning of."""
-        for field, value in self.config.items():
-            if value is None or field in HARMLESS | HONOURED | self.family.harmless:
-                continue
-            if field not in self.family.fixed:
-                raise self._refusal(
-                    field,
-                    f"megarl does not know this field of {self.family.architecture} and may not "
-                    "compute what it asks for; remove it if it does not change the forward pass",
-                )
-            allowed = self.family.fixed[field]
-            values = value if isinstance(value, list) and value else [value]
-            if not all(_is_one_of(v, allowed) for v in values):
-                shown = " or ".join(repr(v) for v in allowed[:1])
-                raise self._refusal(field, f"only {shown} is computed alike by both engines")
+def _shape(fields: Fields, family: Family) -> ModelShape:
+    """The shape, once every field of the config has been accounted for."""
+    layers, heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads")
+    mla = _latent_attention(fields) if family.attention == "latent" else None
+    kv_heads, head_dim = _heads(fields, family, heads, mla)
+    theta, scaling, fraction = read_rope(fields, family)
+    if head_dim * fraction % 2:
+        raise fields.refusal("head_dim", "rotary embeddings need an even number", head_dim)
+    return ModelShape(
+        architecture=family.architecture,
+        num_layers=layers,
+        hidden_size=fields.size("hidden_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=fields.size("intermediate_size"),
+        vocab_size=fields.size("vocab_size"),
+        tie_embeddings=fields.flag("tie_word_embeddings"),  # false is the default of all families
+        qkv_bias=_has(fields, family.qkv_bias),
+        qk_norm=_has(fields, family.qk_norm),
+        rms_norm_eps=fields.real("rms_norm_eps"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_positions=fields.size("max_position_embeddings"),
+        rotary_fraction=fraction,
+        mla=mla,
+        moe=_experts(fields, family, layers),
+        num_mtp_layers=_mtp_layers(fields, family),
+        fp8_block=_fp8_block(fields, family),
+    )
 
-    def _size(self, field: str) -> int:
-        value = self.config.get(field)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self._refusal(field, "a positive integer is needed")
-        return value
 
-    def _flag(self, field: str) -> bool:
-        value = self.config.get(field, False)  # the default of all three families
-        if not isinstance(value, bool):
-            raise self._refusal(field, "true or false is needed")
-        return value
+def _has(fields: Fields, rule: bool | str) -> bool:
+    """Whether a family has something: always, never, or where a field says so."""
+    return fields.flag(rule) if isinstance(rule, str) else rule
 
-    def _real(self, field: str, values: Mapping[str, object]) -> float:
-        value = values.get(field.rpartition(".")[2])
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self._refusal(field, "a positive number is needed", value)
-        return float(value)
 
-    def _kv_heads(self, heads: int) -> int:
-        if self.config.get("num_key_value_heads") is None and self.family.kv_heads == "heads":
-            return heads
-        return self._size("num_key_value_heads")
-
-    def _head_dim(self, heads: int, hidden: int) -> int:
-        if self.config.get("head_dim") is not None:
-            return self._size("head_dim")
-        if self.family.head_dim != "derived":
-            return self.family.head_dim
-        if hidden % heads:
-            raise self._refusal("hidden_size", f"without head_dim, {heads} heads must divide it")
-        return hidden // heads
-
-    def _rope(self) -> tuple[float, Llama3Rope | None]:
-        """(theta, scaling) of transformers 5's rope_parameters, or of the older pair of fields."""
-        parameters, scaling = (
-            self.config.get(field) for field in ("rope_parameters", "rope_scaling")
-        )
-        field = "rope_parameters" if parameters is not None else "rope_scaling"
-        merged = dict(self._rope_object(field, parameters if parameters is not None else scaling))
-        if parameters is not None and scaling is not None:
-            older = dict(self._rope_object("rope_scaling", scaling))
-            if any(merged.get(key) != value for key, value in older.items()):
-                raise self._refusal("rope_scaling", "it contradicts rope_parameters; keep one")
-        top = self.config.get("rope_theta")
-        if top is not None and merged.setdefault("rope_theta", top) != top:
-            raise self._refusal("rope_theta", f"it contradicts {field}; keep one")
-        theta = self._real("rope_theta", merged)
-        return theta, self._rope_scaling(field, merged)
-
-    def _rope_object(self, field: str, value: object) -> Mapping[str, object]:
-        if value is None:
-            return {}
-        if not isinstance(value, dict) or any(isinstance(v, dict) for v in value.values()):
-            raise self._refusal(field, "one object for all layers is needed")
-        return {
-            "rope_type" if key == "type" else key: v for key, v in value.items() if v is not None
-        }
-
-    def _rope_scaling(self, field: str, rope: Mapping[str, object]) -> Llama3Rope | None:
-        kind = rope.get("rope_type", "default")
-        fixed: dict[str, float] = {"partial_rotary_factor": 1.0}
-        free = {"rope_type", "rope_theta"}
-        if kind == "llama3":
-            free.add("factor")
-            fixed["low_freq_factor"] = LLAMA3_LOW_FREQ_FACTOR
-            fixed["high_freq_factor"] = LLAMA3_HIGH_FREQ_FACTOR
-            fixed["original_max_position_embeddings"] = LLAMA3_ORIGINAL_MAX_POSITIONS
-        elif kind != "default":
-            raise self._refusal(
-                field, f"rope_type {kind!r} is not supported; 'default' and 'llama3' are"
+def _heads(
+    fields: Fields, family: Family, heads: int, mla: LatentAttention | None
+) -> tuple[int, int]:
+    """(kv heads, width of a head)."""
+    if not fields.has("num_key_value_heads") and family.kv_heads == "heads":
+        kv_heads = heads
+    else:
+        kv_heads = fields.size("num_key_value_heads")
+    if mla is not None:
+        if kv_heads != heads:
+            raise fields.refusal(
+                "num_key_value_heads", f"latent attention has one for each of {heads} heads"
             )
-        for key, value in rope.items():
-            if key not in free and (key not in fixed or value != fixed[key]):
-                need = f"must be {fixed[key]:g}" if key in fixed else f"is unknown to {kind!r}"
-                raise self._refusal(f"{field}.{key}", f"it {need}", value)
-        if kind == "default":
+        return kv_heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    if heads % kv_heads:
+        raise fields.refusal("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
+    hidden = fields.size("hidden_size")
+    if fields.has("head_dim"):
+        return kv_heads, fields.size("head_dim")
+    if family.head_dim != "derived":
+        return kv_heads, family.head_dim
+    if hidden % heads:
+        raise fields.refusal("hidden_size", f"without head_dim, {heads} heads must divide it")
+    return kv_heads, hidden // heads
+
+
+def _latent_attention(fields: Fields) -> LatentAttention:
+    """The low ranks and the widths; the widths that transformers repeats must agree."""
+    mla = LatentAttention(
+        q_lora_rank=fields.size("q_lora_rank") if fields.has("q_lora_rank") else None,
+        kv_lora_rank=fields.size("kv_lora_rank"),
+        qk_nope_head_dim=fields.size("qk_nope_head_dim"),
+        qk_rope_head_dim=fields.size("qk_rope_head_dim"),
+        v_head_dim=fields.size("v_head_dim"),
+    )
+    if mla.qk_rope_head_dim % 2:
+        raise fields.refusal("qk_rope_head_dim", "rotary embeddings need an even number")
+    repeated = {
+        "head_dim": mla.qk_rope_head_dim,  # transformers' DeepseekV3Config
+        "qk_head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+    }
+    for field, width in repeated.items():
+        if fields.has(field) and fields.size(field) != width:
+            raise fields.refusal(field, f"beside the other widths it must be {width}")
+    return mla
+
+
+def _experts(fields: Fields, family: Family, layers: int) -> MixtureOfExperts | None:
+    """The routed experts, in the words of the family's config."""
+    match family.experts:
+        case "none":
             return None
-        for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-            if key not in rope:
-                raise self._refusal(f"{field}.{key}", f"it must be {fixed[key]:g}", None)
-        return Llama3Rope(self._real(f"{field}.factor", rope))
+        case "qwen3":
+            moe = _qwen3_experts(fields, layers)
+        case "deepseek":
+            moe = _deepseek_experts(fields, layers)
+    chosen, groups = moe.experts_per_token, moe.num_groups
+    if chosen > moe.num_experts:
+        raise fields.refusal("num_experts_per_tok", f"there are only {moe.num_experts} experts")
+    if moe.num_experts % groups:
+        raise fields.refusal("n_group", f"it must divide the {moe.num_experts} experts")
+    if moe.groups_per_token > groups:
+        raise fields.refusal("topk_group", f"there are only {groups} groups")
+    return moe
 
 
-def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
-    """Membership that does not take 0 for False."""
-    return any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed)
+def _qwen3_experts(fields: Fields, layers: int) -> MixtureOfExperts:
+    # transformers 5 writes num_experts as num_local_experts.
+    older, newer = "num_experts", "num_local_experts"
+    if fields.has(older) and fields.has(newer) and fields.size(older) != fields.size(newer):
+        raise fields.refusal(newer, f"it contradicts {older}; keep one")
+    step = fields.size("decoder_sparse_step") if fields.has("decoder_sparse_step") else 1
+    only = fields.values.get("mlp_only_layers", [])
+    if not isinstance(only, list) or any(layer not in range(layers) for layer in only):
+        raise fields.refusal("mlp_only_layers", f"numbers of the {layers} layers are needed")
+    return MixtureOfExperts(
+        num_experts=fields.size(newer if fields.has(newer) else older),
+        experts_per_token=fields.size("num_experts_per_tok"),
+        expert_intermediate_size=fields.size("moe_intermediate_size"),
+        shared_intermediate_size=0,
+        router_bias=False,
+        scoring="softmax",
+        normalize=fields.flag("norm_topk_prob"),
+        scaling=1.0,
+        num_groups=1,
+        groups_per_token=1,
+        dense_layers=tuple(i for i in range(layers) if i in only or (i + 1) % step),
+    )
+
+
+def _deepseek_experts(fields: Fields, layers: int) -> MixtureOfExperts:
+    dense, inner = fields.count("first_k_dense_replace"), fields.size("moe_intermediate_size")
+    return MixtureOfExperts(
+        num_experts=fields.size("n_routed_experts"),
+        experts_per_token=fields.size("num_experts_per_tok"),
+        expert_intermediate_size=inner,
+        shared_intermediate_size=inner * fields.count("n_shared_experts"),
+        router_bias=True,
+        scoring="sigmoid",
+        normalize=fields.flag("norm_topk_prob", absent=True),
+        scaling=fields.real("routed_scaling_factor"),
+        num_groups=fields.size("n_group"),
+        groups_per_token=fields.size("topk_group"),
+        dense_layers=tuple(range(min(dense, layers))),
+    )
+
+
+def _mtp_layers(fields: Fields, family: Family) -> int:
+    field = "num_nextn_predict_layers"
+    return fields.count(field) if "mtp" in family.blocks and fields.has(field) else 0
+
+
+def _fp8_block(fields: Fields, family: Family) -> tuple[int, int] | None:
+    """[rows, columns] of the blocks of an FP8 checkpoint; None where it is not quantized."""
+    field, key = "quantization_config", "weight_block_size"
+    config = fields.values.get(field)
+    if config is None:
+        return None
+    need = "only quant_method 'fp8' with a weight_block_size is read"
+    if not isinstance(config, dict):
+        raise fields.refusal(field, need)
+    inner = Fields(fields.path, config, f"{field}.")
+    for name, value in inner.values.items():
+        if name in FP8 and value not in FP8[name]:
+            raise inner.refusal(name, f"only {FP8[name][0]!r} is read")
+        if name not in (*FP8, key, "modules_to_not_convert"):
+            raise inner.refusal(name, "megarl does not know this field")
+    block = inner.values.get(key)
+    if not inner.has("quant_method") or not isinstance(block, list) or len(block) != 2:
+        raise fields.refusal(field, need)
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block):
+        raise inner.refusal(key, "two positive integers are needed")
+    _check_unquantized(inner, family)
+    return block[0], block[1]
+
+
+def _check_unquantized(quantization: Fields, family: Family) -> None:
+    """Refuse a list of unquantized modules that has one which the family's table quantizes."""
+    field = "modules_to_not_convert"
+    quantized = {
+        weight.name
+        for part in family.blocks.values()
+        for weight in part.weights
+        if weight.quantized
+    }
+    modules = quantization.values.get(field, [])
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise quantization.refusal(field, "a list of module names is needed")
+    for name in modules:
+        general = re.sub(r"layers\.\d+\.", "layers.{layer}.", f"{name}.weight")
+        general = re.sub(r"experts\.\d+\.", "experts.{expert}.", general)
+        if general in quantized:
+            raise quantization.refusal(field, "megarl takes this module for quantized", name)

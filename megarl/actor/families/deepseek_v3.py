@@ -47,6 +47,7 @@ DEEPSEEK_V3 = Family(
         "moe": _MOE,
         "mtp": ENTRY_AND_FINAL_NORM + _MTP_LAYER,
     },
+    ropes=("default", "yarn"),
     attention="latent",
     experts="deepseek",
     trained=False,

@@ -90,7 +90,9 @@ class Family:
     values that both engines are known to compute alike; any other value is refused. `harmless` are
     fields that matter only beside one of those. `head_dim` and `kv_heads` say what an absent field
     means: "derived" is hidden_size / num_attention_heads, "heads" is num_attention_heads,
-    "required" is an error. `attention` and `experts` say in whose fields a config describes them.
+    "required" is an error. `ropes` are the rope_types that are read; `rotary_fraction` what an
+    absent partial_rotary_factor means, None where it can only be 1. `attention` and `experts` say
+    in whose fields a config describes them.
     `trained` says whether the learner computes it; layouts, plans and conversion work for every
     family. `duplicates` are names of checkpoint tensors that repeat another: published checkpoints
     have them, nobody reads them. There `{layer}` is the number of a multi-token prediction layer.
@@ -105,6 +107,8 @@ class Family:
     fixed: Mapping[str, tuple[object, ...]]
     harmless: frozenset[str]
     blocks: Mapping[str, Part]
+    ropes: tuple[str, ...] = ("default",)
+    rotary_fraction: float | None = None
     attention: Literal["grouped", "latent"] = "grouped"
     experts: Literal["none", "qwen3", "deepseek"] = "none"
     trained: bool = True

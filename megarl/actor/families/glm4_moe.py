@@ -37,6 +37,7 @@ GLM4_MOE = Family(
     },
     harmless=frozenset({"output_router_logits", "router_aux_loss_coef"}),
     blocks={**BLOCKS, "moe": _MOE, "mtp": ENTRY_AND_FINAL_NORM + _MTP_LAYER},
+    rotary_fraction=0.5,  # transformers' Glm4MoeConfig
     experts="deepseek",
     trained=False,
     duplicates=DUPLICATES,

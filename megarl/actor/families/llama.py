@@ -24,4 +24,5 @@ LLAMA = Family(
     },
     harmless=frozenset(),
     blocks=BLOCKS,
+    ropes=("default", "llama3"),
 )

@@ -21,4 +21,5 @@ QWEN2 = Family(
     },
     harmless=frozenset({"sliding_window", "max_window_layers"}),
     blocks=BLOCKS,
+    ropes=("default", "llama3"),
 )

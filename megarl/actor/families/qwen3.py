@@ -22,4 +22,5 @@ QWEN3 = Family(
     },
     harmless=frozenset({"sliding_window", "max_window_layers"}),
     blocks=BLOCKS,
+    ropes=("default", "llama3"),
 )
