@@ -53,7 +53,7 @@ def prove_layout(layout: Layout) -> None:
         for parameter in parameters
     }
     shortest: dict[int, int] = {}
-    names: dict[tuple[int, str], set[int]] = {}
+    names: dict[tuple[int, str], list[ShardedTensor]] = {}
     for site in layout.sites:
         stage, template = layout.stages[site.stage], layout.templates[site.template]
         shortest[site.template] = min(shortest.get(site.template, len(stage)), len(stage))
@@ -63,14 +63,14 @@ def prove_layout(layout: Layout) -> None:
                 f"{template.kind}"
             )
         for tensor in template.tensors:
-            ranks = {stage[i] for shard in tensor.shards for i in shard.holders if i < len(stage)}
-            held = names.setdefault((site.stage, site.name(tensor.name)), set())
-            if not held.isdisjoint(ranks):
-                raise LayoutError(
-                    f"{layout.kind}: rank {min(held & ranks)} has two tensors of the name "
-                    f"{site.name(tensor.name)}"
-                )
-            held |= ranks
+            names.setdefault((site.stage, site.name(tensor.name)), []).append(tensor)
+    for (number, name), tensors in names.items():
+        if len(tensors) > 1:
+            holders = [i for tensor in tensors for shard in tensor.shards for i in shard.holders]
+            twice = [i for i in holders if holders.count(i) > 1]
+            if twice:
+                rank = layout.stages[number][twice[0]]
+                raise LayoutError(f"{layout.kind}: rank {rank} has two tensors of the name {name}")
     for number, template in enumerate(layout.templates):
         for tensor in template.tensors:
             for shard in tensor.shards:

@@ -106,6 +106,7 @@ class _Router:
         self.shares_nodes = placement.shares_nodes
         self.traffic = Traffic()
         self.readers: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
+        self.patterns: list[dict[tuple[int, int], tuple[Delivery, ...]]] = [{} for _ in segments]
         self.found: list[list[Route | None]] = [
             [None] * pairings[segment.pairing].num_flows for segment in segments
         ]
@@ -128,15 +129,11 @@ class _Router:
         left = pairing.flow_source.tolist()
         right = pairing.flow_destination.tolist()
         sizes = pairing.flow_bytes.tolist()
-        patterns: dict[tuple[int, int], tuple[Delivery, ...]] = {}
         fixed: dict[tuple[int, int], Route] = {}
         total: dict[tuple[int, int], int] = {}
         rest = []
         for flow, (a, b, size) in enumerate(zip(left, right, sizes, strict=True)):
-            key = (a, b) if self.shares_nodes else (-1, b)
-            if key not in patterns:
-                patterns[key] = self._pattern(segment, sources[a], destinations[b])
-            deliveries = patterns[key]
+            deliveries = self._pattern(number, a, b)
             if len(sources[a]) > 1 or any(len(d.members) > 1 or d.near for d in deliveries):
                 rest.append((len(sources[a]), -size, number, flow))
                 continue
@@ -153,13 +150,22 @@ class _Router:
                 _add(self.traffic.network_in, rank, moved)
         return rest
 
-    def _pattern(
-        self, segment: Segment, source: tuple[Holder, ...], destination: tuple[Holder, ...]
-    ) -> tuple[Delivery, ...]:
-        """The nodes that need a flow, with the source holders that are on each."""
-        devices = [self.placement.source[r] for r in group_ranks(source, segment.source)]
+    def _pattern(self, number: int, a: int, b: int) -> tuple[Delivery, ...]:
+        """The nodes that need a flow from group a to group b, and who of group a is on each."""
+        key = (a if self.shares_nodes else -1, b)
+        if key not in self.patterns[number]:
+            segment = self.segments[number]
+            pairing = self.pairings[segment.pairing]
+            self.patterns[number][key] = self._nodes(
+                group_ranks(pairing.source.groups[0][a], segment.source),
+                group_ranks(pairing.destination.groups[0][b], segment.destination),
+            )
+        return self.patterns[number][key]
+
+    def _nodes(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[Delivery, ...]:
+        devices = [self.placement.source[rank] for rank in senders] if self.shares_nodes else []
         by_node: dict[int, list[tuple[int, Device]]] = {}
-        for member, rank in enumerate(group_ranks(destination, segment.destination)):
+        for member, rank in enumerate(receivers):
             device = self.placement.destination[rank]
             by_node.setdefault(device.node, []).append((member, device))
         deliveries = []
@@ -174,18 +180,17 @@ class _Router:
         """Route one flow that has a choice, and count its bytes."""
         segment = self.segments[number]
         pairing = self.pairings[segment.pairing]
-        source = pairing.source.groups[0][int(pairing.flow_source[flow])]
-        destination = pairing.destination.groups[0][int(pairing.flow_destination[flow])]
-        senders = group_ranks(source, segment.source)
-        receivers = group_ranks(destination, segment.destination)
+        a, b = int(pairing.flow_source[flow]), int(pairing.flow_destination[flow])
+        senders = group_ranks(pairing.source.groups[0][a], segment.source)
+        receivers = group_ranks(pairing.destination.groups[0][b], segment.destination)
         size, blocks = int(pairing.flow_bytes[flow]), len(segment.blocks)
         first = pairing.source.first_row[pairing.source_box[pairing.start[flow]]]
-        tensor = (number, int(pairing.source.tensor[first]), int(pairing.flow_source[flow]))
+        tensor = (number, int(pairing.source.tensor[first]), a)
         deliveries = [
             self._direct(d, tensor, senders, receivers, size, blocks)
             if d.near
             else self._ingress(d, receivers, size, blocks)
-            for d in self._pattern(segment, source, destination)
+            for d in self._pattern(number, a, b)
         ]
         network = sum(1 for d in deliveries if not d.near)
         out = self.traffic.network_out
@@ -200,15 +205,17 @@ class _Router:
         """The members ordered by what they have received: each is the ingress in turn."""
         traffic = self.traffic
         received = traffic.network_in
+        if len(delivery.members) == 1:
+            _add(received, receivers[delivery.members[0]], size * blocks)
+            return delivery
         members = tuple(
             sorted(delivery.members, key=lambda m: (received.get(receivers[m], 0), receivers[m]))
         )
         for m, turns in zip(members, _turns(blocks, len(members)), strict=True):
             rank = receivers[m]
             _add(received, rank, size * turns)
-            if len(members) > 1:
-                _add(traffic.fanout_in, rank, size * (blocks - turns))
-                _add(traffic.fanout_out, rank, size * turns * (len(members) - 1))
+            _add(traffic.fanout_in, rank, size * (blocks - turns))
+            _add(traffic.fanout_out, rank, size * turns * (len(members) - 1))
         return Delivery(delivery.node, members)
 
     def _direct(
