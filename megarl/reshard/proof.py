@@ -52,11 +52,11 @@ def prove_layout(layout: Layout) -> None:
         for parameters in layout.table.kinds.values()
         for parameter in parameters
     }
-    shortest: dict[int, int] = {}
+    stages: dict[int, tuple[int, ...]] = {}  # for each template the smallest stage that has it
     names: dict[tuple[int, str], list[ShardedTensor]] = {}
     for site in layout.sites:
         stage, template = layout.stages[site.stage], layout.templates[site.template]
-        shortest[site.template] = min(shortest.get(site.template, len(stage)), len(stage))
+        stages[site.template] = min(stages.get(site.template, stage), stage, key=len)
         if layout.table.blocks[site.block].kind != template.kind:
             raise LayoutError(
                 f"{layout.kind}: a {layout.table.blocks[site.block].kind} block is laid out as "
@@ -74,7 +74,7 @@ def prove_layout(layout: Layout) -> None:
     for number, template in enumerate(layout.templates):
         for tensor in template.tensors:
             for shard in tensor.shards:
-                _check_shard(layout, tensor, shard, shapes, shortest.get(number))
+                _check_shard(layout, tensor, shard, shapes, stages.get(number, ()))
 
 
 def _check_shard(
@@ -82,14 +82,14 @@ def _check_shard(
     tensor: ShardedTensor,
     shard: Shard,
     shapes: dict[str, tuple[int, ...]],
-    shortest: int | None,
+    stage: tuple[int, ...],
 ) -> None:
-    where = f"{layout.kind}: position {min(shard.holders, default=-1)} of a stage"
-    if shortest is not None and max(shard.holders, default=-1) >= shortest:
+    if not shard.holders or not 0 <= min(shard.holders) <= max(shard.holders) < len(stage):
         raise LayoutError(
-            f"{where}: {tensor.name} is held by position {max(shard.holders)} of a stage of "
-            f"{shortest} ranks"
+            f"{layout.kind}: {tensor.name} is held by positions {list(shard.holders)} of a stage "
+            f"of {len(stage)} ranks"
         )
+    where = f"{layout.kind}: rank {stage[shard.holders[0]]}"
     boxes = []
     for piece in shard.pieces:
         if piece.tensor not in shapes or not inside(piece.box, whole(shapes[piece.tensor])):

@@ -8,10 +8,11 @@ import pytest
 
 from megarl.actor.parameters import Parameter
 from megarl.errors import LayoutError
-from megarl.reshard.layout import Layout, LocalTensor, Padding, Piece, RankLayout
+from megarl.reshard.explicit import explicit_layout, one_block
+from megarl.reshard.layout import LocalTensor, Padding, Piece, RankLayout
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
-from megarl.reshard.plan import Move, make_plan, prove
+from megarl.reshard.plan import Move, make_plan, prove_moves
 from megarl.reshard.proof import prove_layout
 from megarl.reshard.sglang import sglang_layout
 from tests.reshard.models import tiny_shape
@@ -27,7 +28,7 @@ VICTIM = next(
 
 def refused(moves: tuple[Move, ...], *words: str) -> None:
     with pytest.raises(LayoutError) as caught:
-        prove(moves, SOURCE, DESTINATION)
+        prove_moves(moves, SOURCE, DESTINATION)
     for word in words:
         assert word in str(caught.value)
 
@@ -38,11 +39,11 @@ def changed(index: int, **changes: object) -> tuple[Move, ...]:
 
 
 def test_untouched_plan_is_proved() -> None:
-    prove(MOVES, SOURCE, DESTINATION)
+    prove_moves(MOVES, SOURCE, DESTINATION)
 
 
 def test_order_of_moves_does_not_matter() -> None:
-    prove(MOVES[::-1], SOURCE, DESTINATION)
+    prove_moves(MOVES[::-1], SOURCE, DESTINATION)
 
 
 @pytest.mark.parametrize("index", range(len(MOVES)))
@@ -111,7 +112,8 @@ def test_move_into_padding_is_refused() -> None:
 def test_layout_that_holds_elements_twice_in_one_place_is_refused() -> None:
     parameter = Parameter("w", (4,), "final_norm")
     pieces = (Piece("w", ((0, 3),), "x", (0,)), Piece("w", ((1, 4),), "x", (1,)))
-    layout = Layout("bent", (parameter,), (RankLayout(0, (LocalTensor("x", (4,)),), pieces),))
+    rank = RankLayout(0, (LocalTensor("x", (4,)),), pieces)
+    layout = explicit_layout("bent", one_block((parameter,)), (rank,))
     with pytest.raises(LayoutError, match=r"bent: rank 0: x \[1:3\] is written 2 times"):
         prove_layout(layout)
 
@@ -125,7 +127,7 @@ def test_layout_whose_padding_leaves_a_gap_is_refused() -> None:
         (Padding("x", ((5, 8),)),),
     )
     with pytest.raises(LayoutError, match=r"x \[4:5\]"):
-        prove_layout(Layout("holed", (parameter,), (rank,)))
+        prove_layout(explicit_layout("holed", one_block((parameter,)), (rank,)))
 
 
 def test_layout_piece_beyond_its_parameter_is_refused() -> None:
@@ -133,10 +135,10 @@ def test_layout_piece_beyond_its_parameter_is_refused() -> None:
     pieces = (Piece("w", ((2, 6),), "x", (0,)),)
     rank = RankLayout(0, (LocalTensor("x", (4,)),), pieces)
     with pytest.raises(LayoutError, match=r"\[2:6\] of w"):
-        prove_layout(Layout("long", (parameter,), (rank,)))
+        prove_layout(explicit_layout("long", one_block((parameter,)), (rank,)))
 
 
 def test_part_that_no_source_rank_holds_is_named_when_planning() -> None:
-    lame = replace(SOURCE, ranks=SOURCE.ranks[:3])
-    with pytest.raises(LayoutError, match=r"written by nothing"):
+    lame = explicit_layout("lame", SOURCE.table, SOURCE.ranks[:3])
+    with pytest.raises(LayoutError, match=r"ranks \[.*written by nothing"):
         make_plan(lame, DESTINATION)

@@ -1,0 +1,218 @@
+"""A plan spoilt in its own compact form is refused, and the error names tensor, interval, ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.errors import LayoutError
+from megarl.reshard.cells import Pairing
+from megarl.reshard.megatron import megatron_layout
+from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.reshard.placement import Placement
+from megarl.reshard.plan import Plan, make_plan
+from megarl.reshard.proof import prove_plan
+from megarl.reshard.routes import Delivery, Route
+from megarl.reshard.sglang import sglang_layout
+from tests.reshard.models import tiny_shape
+
+SHAPE = tiny_shape(num_layers=4)
+SOURCE = megatron_layout(SHAPE, LearnerMesh(tp=2, pp=2, dp=2))
+DESTINATION = sglang_layout(SHAPE, ServerMesh(4, servers=2))  # keys and values in two copies
+APART = make_plan(SOURCE, DESTINATION, Placement.apart(SOURCE, DESTINATION, 4))
+
+
+def number_of(kind: str) -> int:
+    """The pairing of a kind of block."""
+    for segment in APART.segments:
+        if APART.destination.table.blocks[segment.blocks[0][0]].kind == kind:
+            return segment.pairing
+    raise AssertionError(kind)
+
+
+def with_pairing(kind: str, **changes: Any) -> Plan:
+    number = number_of(kind)
+    spoilt = replace(APART.pairings[number], **changes)
+    pairings = (*APART.pairings[:number], spoilt, *APART.pairings[number + 1 :])
+    return replace(APART, pairings=pairings)
+
+
+def cell_of(pairing: Pairing, kind: str) -> int:
+    return next(
+        i for i, p in enumerate(pairing.parameter.tolist()) if pairing.parameters[p].kind == kind
+    )
+
+
+def refused(plan: Plan, *words: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        prove_plan(plan)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_untouched_plan_is_proved() -> None:
+    prove_plan(APART)
+
+
+def test_cell_cut_short_leaves_an_interval_that_is_named_with_its_ranks() -> None:
+    pairing = APART.pairings[number_of("dense")]
+    cell = cell_of(pairing, "key")
+    high = pairing.high.copy()
+    high[cell, 0] -= 1
+    refused(
+        with_pairing("dense", high=high),
+        "model.layers.0.self_attn.k_proj.weight",
+        "destination ranks [0, 4]",
+        "written by nothing",
+    )
+
+
+def test_cell_that_reaches_into_its_neighbour_is_refused() -> None:
+    pairing = APART.pairings[number_of("dense")]
+    cell = cell_of(pairing, "gate")
+    low = pairing.low.copy()
+    high = pairing.high.copy()
+    low[cell, 0] += 1
+    high[cell, 0] += 1
+    refused(with_pairing("dense", low=low, high=high), "gate_proj")
+
+
+def test_two_cells_of_the_same_elements_are_named_twice() -> None:
+    pairing = APART.pairings[number_of("dense")]
+    cell = cell_of(pairing, "down")
+    twice = np.arange(len(pairing.parameter))
+    twice = np.insert(twice, cell, cell)
+    start = pairing.start.copy()
+    start[start > cell] += 1
+    columns = {
+        name: getattr(pairing, name)[twice]
+        for name in ("parameter", "low", "high", "source_box", "destination_box")
+    }
+    refused(with_pairing("dense", start=start, **columns), "down_proj", "written 2 times")
+
+
+def test_cell_given_to_the_box_of_another_rank_is_refused() -> None:
+    pairing = APART.pairings[number_of("dense")]
+    cell = cell_of(pairing, "query")
+    boxes = pairing.destination_box.copy()
+    other = next(
+        i
+        for i, p in enumerate(pairing.parameter.tolist())
+        if p == pairing.parameter[cell] and boxes[i] != boxes[cell]
+    )
+    boxes[cell] = boxes[other]
+    refused(with_pairing("dense", destination_box=boxes), "q_proj", "is not within")
+
+
+def test_piece_read_from_another_place_of_its_tensor_is_refused() -> None:
+    pairing = APART.pairings[number_of("dense")]
+    at = pairing.source.at.copy()
+    row = int(np.flatnonzero(pairing.source.parameter == 1)[0])
+    at[row, 0] += 1
+    source = replace(pairing.source, at=at)
+    refused(with_pairing("dense", source=source), "is not where megatron")
+
+
+def test_padding_written_by_a_cell_is_refused() -> None:
+    pairing = APART.pairings[number_of("head")]
+    side = pairing.destination
+    high, row_high = pairing.high.copy(), side.high.copy()
+    last = int(high[:, 0].argmax())
+    high[last, 0] += 1
+    row_high[side.box == pairing.destination_box[last], 0] += 1
+    spoilt = replace(side, high=row_high)
+    refused(with_pairing("head", high=high, destination=spoilt), "lm_head.weight")
+
+
+def with_route(change: Any) -> Plan:
+    """The plan with one route of dense blocks changed."""
+    number = next(i for i, s in enumerate(APART.segments) if s.pairing == number_of("dense"))
+    routes = list(APART.routes[number])
+    routes[0] = change(routes[0])
+    spoilt = (*APART.routes[:number], tuple(routes), *APART.routes[number + 1 :])
+    return replace(APART, routes=spoilt)
+
+
+def without_last_delivery(route: Route) -> Route:
+    return replace(route, deliveries=route.deliveries[:-1])
+
+
+def with_first_delivery_twice(route: Route) -> Route:
+    return replace(route, deliveries=(*route.deliveries, route.deliveries[0]))
+
+
+def with_sender_that_does_not_exist(route: Route) -> Route:
+    return replace(route, senders=(*route.senders, 99))
+
+
+def with_one_sender_twice(route: Route) -> Route:
+    return replace(route, senders=(route.senders[0], route.senders[0]))
+
+
+def pulled_from_a_node_that_has_nothing(route: Route) -> Route:
+    first = route.deliveries[0]
+    near = Delivery(first.node, first.members, (0,), (-1,) * len(first.members))
+    return Route(route.senders, (near, *route.deliveries[1:]), route.num_network - 1)
+
+
+def on_another_node(route: Route) -> Route:
+    first = route.deliveries[0]
+    return replace(route, deliveries=(replace(first, node=77), *route.deliveries[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without_last_delivery, "not each of"),
+        (with_first_delivery_twice, "not each of"),
+        (with_sender_that_does_not_exist, "not among the holders"),
+        (with_one_sender_twice, "not among the holders"),
+        (pulled_from_a_node_that_has_nothing, "said to be on node"),
+        (on_another_node, "is not on node 77"),
+    ],
+)
+def test_spoilt_route_is_refused(change: Any, words: str) -> None:
+    refused(with_route(change), words)
+
+
+def test_route_over_the_network_to_a_node_that_holds_the_flow_is_refused() -> None:
+    near = make_plan(SOURCE, DESTINATION)  # all on one node
+    number = next(i for i, s in enumerate(near.segments) if s.pairing == number_of("dense"))
+    routes = list(near.routes[number])
+    first = routes[0].deliveries[0]
+    routes[0] = Route((0,), (Delivery(first.node, first.members),), 1)
+    spoilt = (*near.routes[:number], tuple(routes), *near.routes[number + 1 :])
+    refused(replace(near, routes=spoilt), "gets it by network")
+
+
+def test_block_left_out_and_block_taken_twice_are_named() -> None:
+    number = next(i for i, s in enumerate(APART.segments) if len(s.blocks) > 1)
+    segment = APART.segments[number]
+    for blocks, words in (
+        (segment.blocks[:-1], "written by nothing on ranks [0, 1"),
+        ((*segment.blocks, segment.blocks[0]), "written twice to ranks [0, 1"),
+    ):
+        spoilt = replace(segment, blocks=blocks)
+        segments = (*APART.segments[:number], spoilt, *APART.segments[number + 1 :])
+        refused(replace(APART, segments=segments), "block dense", words)
+
+
+def test_block_taken_from_another_layer_is_refused() -> None:
+    number = next(i for i, s in enumerate(APART.segments) if len(s.blocks) > 1)
+    segment = APART.segments[number]
+    (first, ours, theirs), (second, others, rest) = segment.blocks[:2]
+    swapped = ((first, others, theirs), (second, ours, rest), *segment.blocks[2:])
+    segments = (
+        *APART.segments[:number],
+        replace(segment, blocks=swapped),
+        *APART.segments[number + 1 :],
+    )
+    refused(replace(APART, segments=segments), "block dense")
+
+
+def test_bytes_that_are_counted_wrong_are_refused() -> None:
+    traffic = replace(APART.traffic, network_in={**APART.traffic.network_in, 0: 1})
+    refused(replace(APART, traffic=traffic), "bytes cross nodes")
