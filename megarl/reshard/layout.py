@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.actor.parameters import Block, BlockTable, Parameter
+from megarl.actor.parameters import BlockTable, Parameter
 
 Box = tuple[tuple[int, int], ...]
 """Half-open intervals, one for each dim."""
@@ -34,7 +34,8 @@ class Piece:
     """Global `box` of parameter `tensor` lies in tensor `local` from offset `at` on, per dim.
 
     A local tensor may have fewer dims than the parameter: then it lacks the leading ones, along
-    which the box has one index (one expert of a stack).
+    which the box has one index (one expert of a stack). It may have more: then the piece has one
+    index along the leading ones (a shared expert in the slot of an expert), the first of `at`.
     """
 
     tensor: str
@@ -233,24 +234,31 @@ def whole(shape: tuple[int, ...]) -> Box:
 def local_box(box: Box, at: tuple[int, ...]) -> Box:
     """Where `box` lies in a local tensor that holds it from offset `at` on.
 
-    A local tensor with fewer dims lacks the leading ones.
+    A local tensor with fewer dims lacks the leading ones; in one with more, the leading ones have
+    one index.
 
     >>> local_box(((6, 8), (0, 4)), (1, 0))
     ((1, 3), (0, 4))
     >>> local_box(((7, 8), (6, 8), (0, 4)), (1, 0))
     ((1, 3), (0, 4))
+    >>> local_box(((6, 8), (0, 4)), (9, 1, 0))
+    ((9, 10), (1, 3), (0, 4))
     """
-    own = box[len(box) - len(at) :]
-    return tuple((o, o + end - start) for (start, end), o in zip(own, at, strict=True))
+    added = max(0, len(at) - len(box))
+    own = box[len(box) - len(at) + added :]
+    return tuple((o, o + 1) for o in at[:added]) + tuple(
+        (o, o + end - start) for (start, end), o in zip(own, at[added:], strict=True)
+    )
 
 
 def offset_in(piece: Piece, box: Box) -> tuple[int, ...]:
     """The local offset of `box`, a part of `piece.box`."""
-    lacking = len(box) - len(piece.at)
-    return tuple(
+    lacking = max(0, len(box) - len(piece.at))
+    added = max(0, len(piece.at) - len(box))
+    return piece.at[:added] + tuple(
         at + start - origin
         for at, (start, _), (origin, _) in zip(
-            piece.at, box[lacking:], piece.box[lacking:], strict=True
+            piece.at[added:], box[lacking:], piece.box[lacking:], strict=True
         )
     )
 

@@ -97,6 +97,20 @@ class ServerMesh:
     `tp` counts the ranks of one pipeline stage: `attention_dp` groups of them each hold the whole
     attention, `ep` parts hold the routed experts, each cut over tp / ep ranks. On a CPU SGLang pads
     what does not divide, where a GPU server copies KV heads.
+
+    The other fields say what SGLang's settings do to the layout: `dp_head` --enable-dp-lm-head,
+    `dense_whole` --moe-dense-tp-size 1, `shared_whole` an all-to-all backend for experts (or
+    SGLANG_SHARED_EXPERT_TP1), `fused_shared_experts` shared experts as one more slot behind the
+    routed ones, `up_first` w13 as [up, gate] (FlashInfer's CUTLASS), `draft` that a draft model is
+    served besides, `pp_layers` SGLANG_PP_LAYER_PARTITION.
+
+    >>> mesh = ServerMesh(tp=4, ep=2, attention_dp=2, pp=2, servers=2)
+    >>> mesh.stage(1)
+    (4, 5, 6, 7, 12, 13, 14, 15)
+    >>> mesh.holders(mesh.attention_tp)
+    ((0, 2, 4, 6), (1, 3, 5, 7))
+    >>> mesh.expert_holders()
+    (((0, 4), (1, 5)), ((2, 6), (3, 7)))
     """
 
     tp: int = 1
@@ -105,8 +119,16 @@ class ServerMesh:
     attention_dp: int = 1
     pp: int = 1
     servers: int = 1
+    dp_head: bool = False
+    dense_whole: bool = False
+    shared_whole: bool = False
+    fused_shared_experts: bool = False
+    up_first: bool = False
+    draft: bool = False
+    pp_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "pp_layers", tuple(self.pp_layers))  # a list when read from JSON
         for axis in ("tp", "ep", "attention_dp", "pp", "servers"):
             _check_positive(f"server mesh: {axis}", getattr(self, axis))
         for axis in ("ep", "attention_dp"):
@@ -114,6 +136,16 @@ class ServerMesh:
                 raise LayoutError(
                     f"server mesh: {axis}={getattr(self, axis)} does not divide tp={self.tp}"
                 )
+        if self.dp_head and self.attention_dp == 1:
+            raise LayoutError(
+                "server mesh: dp_head needs attention_dp > 1; SGLang refuses --enable-dp-lm-head "
+                "without attention data parallelism"
+            )
+        if self.pp_layers and len(self.pp_layers) != self.pp:
+            raise LayoutError(
+                f"server mesh: pp_layers={self.pp_layers} names {len(self.pp_layers)} stages, "
+                f"pp={self.pp}; give one number of layers for each stage"
+            )
 
     @property
     def size(self) -> int:
@@ -129,6 +161,50 @@ class ServerMesh:
     def expert_tp(self) -> int:
         """Ranks over which each routed expert is cut."""
         return self.tp // self.ep
+
+    def stage(self, p: int) -> tuple[int, ...]:
+        """The ranks of pipeline stage p of all servers."""
+        first = p * self.tp
+        return tuple(s * self.size + first + r for s in range(self.servers) for r in range(self.tp))
+
+    def holders(self, count: int) -> tuple[tuple[int, ...], ...]:
+        """For each of `count` shards over neighbouring ranks, the positions in a stage."""
+        return tuple(tuple(range(i, self.servers * self.tp, count)) for i in range(count))
+
+    def expert_holders(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """[e][x]: the positions in a stage that hold shard x of the e-th part of the experts."""
+        return tuple(
+            tuple(
+                tuple(range(e * self.expert_tp + x, self.servers * self.tp, self.tp))
+                for x in range(self.expert_tp)
+            )
+            for e in range(self.ep)
+        )
+
+    def layers(self, num_layers: int, p: int) -> tuple[int, int]:
+        """[first, end) of the decoder layers on stage p: the last stages have one more.
+
+        Source: sglang 0.5.23, get_pp_indices in distributed/utils.py. Raises LayoutError where
+        there are fewer layers than stages, or `pp_layers` does not add up to `num_layers`.
+
+        >>> [ServerMesh(pp=4).layers(10, p) for p in range(4)]
+        [(0, 2), (2, 4), (4, 7), (7, 10)]
+        """
+        if self.pp_layers:
+            if sum(self.pp_layers) != num_layers:
+                raise LayoutError(
+                    f"pp_layers={self.pp_layers} add up to {sum(self.pp_layers)} layers, the model "
+                    f"has {num_layers}"
+                )
+            return sum(self.pp_layers[:p]), sum(self.pp_layers[: p + 1])
+        if num_layers < self.pp:
+            raise LayoutError(
+                f"{num_layers} layers do not fill pp={self.pp} stages; use a pp up to {num_layers}"
+            )
+        few, rest = divmod(num_layers, self.pp)
+        late = max(0, p - (self.pp - rest))
+        first = p * few + late
+        return first, first + few + (p >= self.pp - rest)
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -4,13 +4,15 @@ Owns the arithmetic of intervals, which both engines share. Knows no name of a t
 it is told how many shards there are and which positions of a stage hold each.
 
 Every parameter here has rows and, but for biases and norms, columns; those of routed experts have a
-leading dim of experts. Boxes and offsets are in elements.
+leading dim of experts. Boxes and offsets are in elements. `stretch` is padded size / size of what
+is cut, for an engine that pads what does not split with zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megarl.actor.families.family import Held
 from megarl.actor.parameters import Parameter
@@ -52,6 +54,8 @@ class Experts:
         return () if self.own is not None else (0,)
 
 
+AS_IT_IS = Fraction(1)  # nothing is padded
+
 Content = tuple[tuple[int, ...], tuple[Piece, ...], tuple[Padding, ...]]
 """The shape of a local tensor, and what it holds."""
 
@@ -62,6 +66,7 @@ def cut_tensor(
     holders: Holders,
     heads: Heads,
     vocabulary_rows: int = 0,
+    stretch: Fraction = AS_IT_IS,
 ) -> ShardedTensor:
     """The local tensor `held` of `parameters`, one for each of its kinds, over len(holders) shards.
 
@@ -69,7 +74,7 @@ def cut_tensor(
     give one tuple of holders. Raises LayoutError where a size does not split.
     """
     contents = [
-        cut_shard(held, parameters, index, len(holders), heads, vocabulary_rows)
+        cut_shard(held, parameters, index, len(holders), heads, vocabulary_rows, stretch)
         for index in range(len(holders))
     ]
     return assemble(held.name, contents, holders)
@@ -82,25 +87,29 @@ def cut_shard(
     count: int,
     heads: Heads,
     vocabulary_rows: int = 0,
+    stretch: Fraction = AS_IT_IS,
 ) -> Content:
     """What shard `index` of `count` holds of a tensor without experts."""
     match held.cut:
         case "whole":
             return rows(held.name, parameters, 0, 1)
         case "rows":
-            return rows(held.name, parameters, index, count)
+            return rows(held.name, parameters, index, count, stretch=stretch)
         case "columns":
-            return columns(held.name, parameters[0], index, count)
+            return columns(held.name, parameters[0], index, count, stretch=stretch)
         case "vocabulary":
             return vocabulary(held.name, parameters[0], index, vocabulary_rows)
         case "grouped_qkv":
             return grouped_qkv(held.name, parameters, index, count, heads)
         case "heads_qkv":
-            return heads_qkv(held.name, parameters, index, count, heads)
+            return heads_qkv(held.name, parameters, index, count, heads, stretch)
 
 
 def cut_experts(
-    held: Held, parameters: Sequence[Parameter], holders: Sequence[Holders]
+    held: Held,
+    parameters: Sequence[Parameter],
+    holders: Sequence[Holders],
+    stretch: Fraction = AS_IT_IS,
 ) -> tuple[ShardedTensor, ...]:
     """The local tensors of routed experts: holders[e][x] hold shard x of the e-th part of them.
 
@@ -124,9 +133,11 @@ def cut_experts(
             experts = Experts(part * local, (part + 1) * local, own)
             for index in range(len(shards)):
                 if held.cut == "columns":
-                    contents.append(columns(name, parameters[0], index, len(shards), experts))
+                    contents.append(
+                        columns(name, parameters[0], index, len(shards), experts, stretch)
+                    )
                 elif held.cut == "rows":
-                    contents.append(rows(name, parameters, index, len(shards), experts))
+                    contents.append(rows(name, parameters, index, len(shards), experts, stretch))
                 else:
                     raise LayoutError(f"{held.name}: routed experts are not cut as {held.cut}")
         tensors.append(assemble(name, contents, flat))
@@ -154,6 +165,7 @@ def rows(
     index: int,
     count: int,
     experts: Experts | None = None,
+    stretch: Fraction = AS_IT_IS,
 ) -> Content:
     """The index-th part of each parameter's rows, below one another.
 
@@ -162,41 +174,71 @@ def rows(
     >>> shape, [(p.tensor, p.box[0], p.at) for p in pieces]
     ((4, 3), [('gate', (2, 4), (0, 0)), ('up', (2, 4), (2, 0))])
     """
-    lead, lead_at = _lead(experts)
-    first, pieces, rest = 0, [], _rest(parameters[0], experts)
+    spans = []
     for parameter in parameters:
-        size = _split(name, parameter, _row_dim(experts), count)
-        box = (*lead, (index * size, (index + 1) * size), *rest)
-        pieces.append(Piece(parameter.name, box, name, (*lead_at, first, *_zeros(rest))))
-        first += size
-    shape = (*_lead_shape(experts), first, *(end for _, end in rest))
-    return shape, tuple(pieces), ()
+        size = _split(name, parameter, _row_dim(experts), count, stretch)
+        spans.append((parameter, index * size, size))
+    return _stack(name, spans, experts)
 
 
 def columns(
-    name: str, parameter: Parameter, index: int, count: int, experts: Experts | None = None
+    name: str,
+    parameter: Parameter,
+    index: int,
+    count: int,
+    experts: Experts | None = None,
+    stretch: Fraction = AS_IT_IS,
 ) -> Content:
     """The index-th part of the columns."""
     lead, lead_at = _lead(experts)
     row_dim = _row_dim(experts)
-    num_rows = parameter.shape[row_dim]
-    size = _split(name, parameter, row_dim + 1, count)
-    box = (*lead, (0, num_rows), (index * size, (index + 1) * size))
+    num_rows, num_columns = parameter.shape[row_dim : row_dim + 2]
+    size = _split(name, parameter, row_dim + 1, count, stretch)
+    start, end = _within(index * size, size, num_columns)
     shape = (*_lead_shape(experts), num_rows, size)
-    return shape, (Piece(parameter.name, box, name, (*lead_at, 0, 0)),), ()
+    box = (*lead, (0, num_rows), (start, end))
+    pieces = (Piece(parameter.name, box, name, (*lead_at, 0, 0)),) if end > start else ()
+    return shape, pieces, _padding(name, shape, len(lead_at) + 1, end - start, size)
+
+
+def _stack(
+    name: str, spans: Sequence[tuple[Parameter, int, int]], experts: Experts | None = None
+) -> Content:
+    """`num` rows from `first` on of each (parameter, first, num), below one another."""
+    lead, lead_at = _lead(experts)
+    rest = _rest(spans[0][0], experts)
+    shape = (*_lead_shape(experts), sum(num for _, _, num in spans), *(end for _, end in rest))
+    row = 0
+    pieces: list[Piece] = []
+    paddings: list[Padding] = []
+    for parameter, first, num in spans:
+        start, end = _within(first, num, parameter.shape[_row_dim(experts)])
+        if end > start:
+            at = (*lead_at, row, *_zeros(rest))
+            pieces.append(Piece(parameter.name, (*lead, (start, end), *rest), name, at))
+        paddings += _padding(name, shape, len(lead_at), row + end - start, row + num)
+        row += num
+    return shape, tuple(pieces), tuple(paddings)
+
+
+def _within(first: int, num: int, size: int) -> tuple[int, int]:
+    """What of [first, first + num) is below `size`."""
+    return min(first, size), min(first + num, size)
+
+
+def _padding(
+    name: str, shape: tuple[int, ...], dim: int, start: int, end: int
+) -> tuple[Padding, ...]:
+    """The padding [start, end) along one dim of a local tensor, if there is any."""
+    if start == end:
+        return ()
+    box = tuple((start, end) if i == dim else (0, size) for i, size in enumerate(shape))
+    return (Padding(name, box),)
 
 
 def vocabulary(name: str, parameter: Parameter, index: int, num_rows: int) -> Content:
     """Rows [index, index + 1) * num_rows; those at and beyond the vocabulary are padding."""
-    size, rest = parameter.shape[0], _rest(parameter, None)
-    start = min(index * num_rows, size)
-    end = min(start + num_rows, size)
-    pieces, paddings = [], []
-    if end > start:
-        pieces.append(Piece(parameter.name, ((start, end), *rest), name, (0, *_zeros(rest))))
-    if end - start < num_rows:
-        paddings.append(Padding(name, ((end - start, num_rows), *rest)))
-    return (num_rows, *(end for _, end in rest)), tuple(pieces), tuple(paddings)
+    return _stack(name, [(parameter, index * num_rows, num_rows)])
 
 
 def fused_groups(heads: Heads) -> Iterator[tuple[int, int, int, int]]:
@@ -244,31 +286,27 @@ def grouped_qkv(
 
 
 def heads_qkv(
-    name: str, parameters: Sequence[Parameter], index: int, count: int, heads: Heads
+    name: str,
+    parameters: Sequence[Parameter],
+    index: int,
+    count: int,
+    heads: Heads,
+    stretch: Fraction = AS_IT_IS,
 ) -> Content:
     """The index-th part of the query heads, then of the key heads, then of the value heads.
 
     With more shards than KV heads, count / kv shards in a row hold copies of one.
     """
-    if heads.num % count:
-        raise LayoutError(f"{heads.num} attention heads do not split over tp={count}")
-    if heads.kv % count and count % heads.kv:
-        raise LayoutError(f"{heads.kv} kv heads neither split over nor divide tp={count}")
-    rest = _rest(parameters[0], None)
-    queries = parameters[0].shape[0] // count
-    keys = max(1, heads.kv // count) * heads.dim
-    slot = index // max(1, count // heads.kv)
-    spans = (
-        (index * queries, (index + 1) * queries),
-        (slot * keys, (slot + 1) * keys),
-        (slot * keys, (slot + 1) * keys),
-    )
-    at = (0, queries, queries + keys)
-    pieces = tuple(
-        Piece(parameter.name, (span, *rest), name, (row, *_zeros(rest)))
-        for parameter, span, row in zip(parameters, spans, at, strict=True)
-    )
-    return (queries + 2 * keys, *(end for _, end in rest)), pieces, ()
+    num, kv = (int(size * stretch) for size in (heads.num, heads.kv))
+    if num % count:
+        raise LayoutError(f"{num} attention heads do not split over tp={count}")
+    if kv % count and count % kv:
+        raise LayoutError(f"{kv} kv heads neither split over nor divide tp={count}")
+    queries = int(parameters[0].shape[0] * stretch) // count
+    keys = max(1, kv // count) * heads.dim
+    slot = index // max(1, count // kv)
+    spans = ((index * queries, queries), (slot * keys, keys), (slot * keys, keys))
+    return _stack(name, [(p, *span) for p, span in zip(parameters, spans, strict=True)])
 
 
 def _row_dim(experts: Experts | None) -> int:
@@ -294,15 +332,16 @@ def _zeros(box: Box) -> tuple[int, ...]:
     return (0,) * len(box)
 
 
-def _split(name: str, parameter: Parameter, dim: int, count: int) -> int:
+def _split(name: str, parameter: Parameter, dim: int, count: int, stretch: Fraction) -> int:
     size = parameter.shape[dim]
-    if size % count:
+    padded = int(size * stretch)
+    if padded % count:
         raise LayoutError(
             f"{size} {'rows' if dim == _row_dim_of(parameter) else 'columns'} of "
             f"{parameter.name} do not split over the {count} shards of {name}; use a number that "
-            f"divides {size}"
+            f"divides {padded}"
         )
-    return size // count
+    return padded // count
 
 
 def _row_dim_of(parameter: Parameter) -> int:

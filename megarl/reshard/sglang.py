@@ -1,46 +1,112 @@
 """The layout of SGLang servers over tensor, expert, data and pipeline parallel ranks.
 
-Owns SGLang's rules: fused qkv with copied KV heads, gate_up, vocabulary padding. Names are those of
-`named_parameters()`. Source: sglang 0.5.23, layers/linear.py, layers/vocab_parallel_embedding.py
-and configs/update_config.py; the tests compare with SGLang's own loaders.
+Owns SGLang's rules: which ranks cut what, fused qkv with copied KV heads, stacked experts,
+vocabulary padding, what a server on a CPU pads, which stage holds what. Names are those of
+`named_parameters()` before SGLang changes weights for its kernels. Source: sglang 0.5.23,
+layers/linear.py, layers/vocab_parallel_embedding.py, layers/moe/fused_moe_triton/layer.py,
+configs/update_config.py and its models; the tests compare with SGLang's own loaders.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
 from megarl.actor.families import FAMILIES
-from megarl.actor.parameters import Parameter, block_table
+from megarl.actor.families.family import Axis, Held, Kind
+from megarl.actor.parameters import BlockTable, Parameter, block_table
 from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
-from megarl.reshard.layout import BlockLayout, Layout, RankLayout, ShardedTensor, Site
+from megarl.reshard.layout import (
+    BlockLayout,
+    Layout,
+    Piece,
+    RankLayout,
+    Shard,
+    ShardedTensor,
+    Site,
+)
 from megarl.reshard.mesh import ServerMesh
-from megarl.reshard.rules import Heads, cut_tensor
+from megarl.reshard.rules import Heads, columns, cut_experts, cut_tensor, rows
+from megarl.reshard.scales import FP8Block, scales_of
+from megarl.reshard.sglang_limits import WHOLE_TP_ATTENTION, check_served, cpu_stretch
 
 VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE, sglang vocab_parallel_embedding.py
-CPU_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, sglang configs/update_config.py
+
+# Their models build the head on every pipeline stage, and load it there.
+HEAD_ON_EVERY_STAGE = frozenset({"LlamaForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"})
+# Their last stage embeds too where a draft model is served: pp_stage_needs_embedding, deepseek_v2
+EMBEDDING_FOR_DRAFT = frozenset({"DeepseekV3ForCausalLM"})
+# Their models read --moe-dense-tp-size; qwen3_moe does not.
+DENSE_CAN_BE_WHOLE = frozenset({"DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"})
+NUM_DRAFT_LAYERS = 1  # "Only 1 nextn layer is supported", deepseek_weight_loader.py, glm4_moe.py
 
 
-def sglang_layout(
-    shape: ModelShape, mesh: ServerMesh, fp8_block: tuple[int, int] | None = None
-) -> Layout:
-    """All ranks of all servers. Raises LayoutError where a size does not divide."""
-    check_divisible(shape, mesh)
-    table = block_table(shape, fp8_block)
+def sglang_layout(shape: ModelShape, mesh: ServerMesh, fp8_block: FP8Block | None = None) -> Layout:
+    """All ranks of all servers; with `fp8_block` quantized tensors are float8 with scales.
+
+    Layers of multi-token prediction are not in it: they are the draft model's. Raises LayoutError
+    where SGLang cannot hold the model so.
+    """
+    check_served(shape, mesh, has_scales=fp8_block is not None)
+    table = block_table(replace(shape, num_mtp_layers=0), fp8_block)
+    server = _Server(shape, mesh, fp8_block)
     kinds = {kind: i for i, kind in enumerate(table.kinds)}
-    templates = tuple(
-        BlockLayout(kind, _tensors(shape, mesh, kind, parameters))
+    templates = [
+        BlockLayout(kind, server.tensors(kind, parameters))
         for kind, parameters in table.kinds.items()
+    ]
+    ends = _end_stages(shape, mesh)
+    bounds = [mesh.layers(shape.num_layers, p) for p in range(mesh.pp)]
+    sites = []
+    for number, block in enumerate(table.blocks):
+        if block.layer is None:
+            stages: Iterable[int] = ends[block.kind]
+        else:
+            stages = [p for p, (first, end) in enumerate(bounds) if first <= block.layer < end]
+        sites += [Site(number, p, kinds[block.kind], block.layer) for p in stages]
+    if shape.tie_embeddings and mesh.pp > 1:
+        # The last stage has no embedding to share, so it holds a copy under the head's name.
+        head = FAMILIES[shape.architecture].blocks["head"].sglang[0]
+        copy = replace(head, kinds=("embedding",))
+        templates.append(
+            BlockLayout("embedding", server.tensors("head", table.kinds["embedding"], (copy,)))
+        )
+        sites.append(Site(0, mesh.pp - 1, len(templates) - 1))
+    return _layout(f"sglang tp={mesh.tp}", table, templates, sites, mesh)
+
+
+def sglang_draft_layout(
+    shape: ModelShape, mesh: ServerMesh, fp8_block: FP8Block | None = None
+) -> Layout:
+    """The draft model that decodes ahead of the server: the layer of multi-token prediction.
+
+    It runs on the last pipeline stage. Embedding and head are the served model's own, so they are
+    not in it. Raises LayoutError where the policy has no such layer, or more than SGLang serves.
+    """
+    check_served(shape, mesh, has_scales=fp8_block is not None)
+    if shape.num_mtp_layers != NUM_DRAFT_LAYERS:
+        raise LayoutError(
+            f"the policy has {shape.num_mtp_layers} layers of multi-token prediction; SGLang's "
+            f"draft model of {shape.architecture} is made of {NUM_DRAFT_LAYERS}"
+        )
+    everything = block_table(shape, fp8_block)
+    table = BlockTable(
+        tuple(block for block in everything.blocks if block.kind == "mtp"),
+        {"mtp": everything.kinds["mtp"]},
     )
-    sites = tuple(
-        Site(number, 0, kinds[block.kind], block.layer) for number, block in enumerate(table.blocks)
-    )
-    ranks = tuple(range(mesh.servers * mesh.size))
-    return Layout(f"sglang tp={mesh.tp}", table, templates, sites, (ranks,))
+    tensors = _Server(shape, mesh, fp8_block).tensors("mtp", table.kinds["mtp"])
+    site = Site(0, mesh.pp - 1, 0, table.blocks[0].layer)
+    return _layout(f"sglang draft tp={mesh.tp}", table, [BlockLayout("mtp", tensors)], [site], mesh)
 
 
 def sglang_rank(shape: ModelShape, mesh: ServerMesh, rank: int) -> RankLayout:
     """One rank of `sglang_layout`."""
-    if not 0 <= rank < mesh.size:
-        raise LayoutError(f"server rank {rank} is not in a server of {mesh.size} ranks")
+    if not 0 <= rank < mesh.servers * mesh.size:
+        raise LayoutError(
+            f"server rank {rank} is not among the {mesh.servers * mesh.size} ranks of {mesh}"
+        )
     return sglang_layout(shape, mesh).rank(rank)
 
 
@@ -60,56 +126,111 @@ def _round_up(size: int, unit: int) -> int:
     return (size + unit - 1) // unit * unit
 
 
-def check_divisible(shape: ModelShape, mesh: ServerMesh) -> None:
-    """Raise LayoutError naming the first size that this server cannot hold as it is."""
-    heads, kv_heads, inner, tp = (
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.intermediate_size,
-        mesh.tp,
-    )
-    good = [t for t in range(1, heads + 1) if _splits(shape, ServerMesh(t, mesh.cpu))]
-    if tp in good:
-        return
-    use = f"use rollout.parallel.tp from {', '.join(map(str, good))}" if good else "no tp works"
-    where = f"rollout.parallel.tp={tp}"
-    if mesh.cpu and inner % (CPU_PADDING * tp):
-        raise LayoutError(
-            f"intermediate_size {inner} is not a multiple of {CPU_PADDING} * {where}, so SGLang on "
-            f"a CPU would pad it; {use}"
-        )
-    if mesh.cpu and kv_heads % tp:
-        raise LayoutError(
-            f"{kv_heads} kv heads do not split over {where}, so SGLang on a CPU would pad them "
-            f"with zeros instead of copying them; {use}"
-        )
-    for name, size in (("attention heads", heads), ("columns of down_proj", inner)):
-        if size % tp:
-            raise LayoutError(f"{size} {name} do not split over {where}; {use}")
-    raise LayoutError(f"{kv_heads} kv heads neither split over nor divide {where}; {use}")
+def _end_stages(shape: ModelShape, mesh: ServerMesh) -> dict[str, Sequence[int]]:
+    """The stages that hold the blocks beside the decoder layers."""
+    first, last = 0, mesh.pp - 1
+    embeds_late = mesh.draft and shape.architecture in EMBEDDING_FOR_DRAFT
+    everywhere = shape.architecture in HEAD_ON_EVERY_STAGE
+    return {
+        "embedding": sorted({first, last}) if embeds_late else (first,),
+        "final_norm": (last,),
+        "head": range(mesh.pp) if everywhere else (last,),
+    }
 
 
-def _splits(shape: ModelShape, mesh: ServerMesh) -> bool:
-    kv, tp = shape.num_kv_heads, mesh.tp
-    heads_split = shape.num_heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)
-    if not mesh.cpu:
-        return heads_split and shape.intermediate_size % tp == 0
-    return heads_split and kv % tp == 0 and shape.intermediate_size % (CPU_PADDING * tp) == 0
+def _layout(
+    kind: str,
+    table: BlockTable,
+    templates: Sequence[BlockLayout],
+    sites: Sequence[Site],
+    mesh: ServerMesh,
+) -> Layout:
+    stages = tuple(mesh.stage(p) for p in range(mesh.pp))
+    return Layout(kind, table, tuple(templates), tuple(sites), stages)
 
 
-def _tensors(
-    shape: ModelShape, mesh: ServerMesh, kind: str, parameters: tuple[Parameter, ...]
-) -> tuple[ShardedTensor, ...]:
-    """The local tensors of one kind of block, over the ranks of a stage of all servers."""
-    known = {parameter.kind: parameter for parameter in parameters}
-    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.attention_output_gate)
-    rows = padded_vocab_size(shape.vocab_size, mesh.tp) // mesh.tp
-    everyone = (tuple(range(mesh.servers * mesh.tp)),)
-    over_tp = tuple(tuple(range(r, mesh.servers * mesh.tp, mesh.tp)) for r in range(mesh.tp))
-    tensors: list[ShardedTensor] = []
-    for held in FAMILIES[shape.architecture].blocks[kind].sglang:
-        if set(held.kinds) <= known.keys():
-            holders = everyone if held.cut == "whole" else over_tp
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """How the ranks of one stage of all servers cut the blocks of one policy."""
+
+    shape: ModelShape
+    mesh: ServerMesh
+    fp8_block: FP8Block | None
+
+    def tensors(
+        self, kind: str, parameters: Sequence[Parameter], table: tuple[Held, ...] | None = None
+    ) -> tuple[ShardedTensor, ...]:
+        """The local tensors of one kind of block."""
+        known = {parameter.kind: parameter for parameter in parameters}
+        by_name = {parameter.name: parameter for parameter in parameters}
+        made: list[ShardedTensor] = []
+        for held in table or FAMILIES[self.shape.architecture].blocks[kind].sglang:
+            if not set(held.kinds) <= known.keys() or self._in_experts(held):
+                continue
             mine = [known[k] for k in held.kinds]
-            tensors.append(cut_tensor(held, mine, holders, heads, rows))
-    return tuple(tensors)
+            tensors = (
+                self._experts(held, mine, known)
+                if held.axis == "experts"
+                else (self._cut(held, mine, kind),)
+            )
+            for tensor in tensors:
+                made.append(tensor)
+                if self.fp8_block is not None and all(p.quantized for p in mine):
+                    made.append(scales_of(tensor, by_name, self.fp8_block))
+        return tuple(made)
+
+    def _in_experts(self, held: Held) -> bool:
+        return self.mesh.fused_shared_experts and held.axis == "shared_experts"
+
+    def _stretch(self, axis: Axis) -> Fraction:
+        return cpu_stretch(self.shape, self.mesh, axis)
+
+    def _cut(self, held: Held, parameters: Sequence[Parameter], block: str) -> ShardedTensor:
+        shape, mesh = self.shape, self.mesh
+        count = 1 if held.cut == "whole" else self._count(held.axis, block)
+        heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        rows_each = padded_vocab_size(shape.vocab_size, count) // count
+        stretch = self._stretch(held.axis) if held.cut != "whole" else Fraction(1)
+        return cut_tensor(held, parameters, mesh.holders(count), heads, rows_each, stretch)
+
+    def _count(self, axis: Axis, block: str) -> int:
+        """Over how many neighbouring ranks a tensor is cut; others hold copies."""
+        mesh, architecture = self.mesh, self.shape.architecture
+        if axis == "attention" or (axis == "vocabulary" and self._within_attention(block)):
+            return mesh.tp if architecture in WHOLE_TP_ATTENTION else mesh.attention_tp
+        if axis == "mlp" and mesh.dense_whole and architecture in DENSE_CAN_BE_WHOLE:
+            return 1
+        return 1 if axis == "shared_experts" and mesh.shared_whole else mesh.tp
+
+    def _within_attention(self, block: str) -> bool:
+        """Whether the vocabulary is cut over the ranks of one copy of the attention."""
+        tied = self.shape.tie_embeddings and self.mesh.pp == 1
+        return self.mesh.dp_head if block == "head" and not tied else True
+
+    def _experts(
+        self, held: Held, parameters: Sequence[Parameter], known: dict[Kind, Parameter]
+    ) -> tuple[ShardedTensor, ...]:
+        """The stack of this rank's experts, with the shared ones behind where they are fused."""
+        if self.mesh.up_first and held.cut == "rows":
+            parameters = parameters[::-1]
+        made = cut_experts(held, parameters, self.mesh.expert_holders(), self._stretch(held.axis))
+        if not self.mesh.fused_shared_experts:
+            return made
+        names = [p.kind.replace("expert", "shared", 1) for p in parameters]
+        return tuple(self._with_shared(t, held, [known[n] for n in names]) for t in made)
+
+    def _with_shared(
+        self, tensor: ShardedTensor, held: Held, shared: Sequence[Parameter]
+    ) -> ShardedTensor:
+        """`tensor` with one more slot, which holds the shared expert."""
+        slot, count = tensor.shape[0], self.mesh.expert_tp
+        shards = []
+        for shard in tensor.shards:
+            index = shard.holders[0] % count
+            if held.cut == "rows":
+                _, pieces, _ = rows(tensor.name, shared, index, count)
+            else:
+                _, pieces, _ = columns(tensor.name, shared[0], index, count)
+            more = tuple(Piece(p.tensor, p.box, p.local, (slot, *p.at)) for p in pieces)
+            shards.append(Shard(shard.holders, shard.pieces + more, shard.paddings))
+        return ShardedTensor(tensor.name, (slot + 1, *tensor.shape[1:]), tuple(shards))

@@ -1,0 +1,152 @@
+"""What SGLang can hold of a policy: which sizes must split, what a server on a CPU pads.
+
+Owns the refusals, each with the sizes that would do. Source: sglang 0.5.23, the constructors of its
+models and of its parallel layers, configs/update_config.py.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from megarl.actor.families.family import Axis
+from megarl.actor.shape import ModelShape
+from megarl.errors import LayoutError
+from megarl.reshard.mesh import ServerMesh
+
+CPU_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, sglang configs/update_config.py
+
+# Their attention is cut over all tensor parallel ranks, attention data parallelism or not.
+WHOLE_TP_ATTENTION = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM"})
+# Their models have experts in every layer, whatever mlp_only_layers and decoder_sparse_step say.
+NO_DENSE_LAYERS = frozenset({"Qwen3MoeForCausalLM"})
+# Their models have a head of their own even where the policy's is tied; no loader fills it.
+HEAD_NEVER_TIED = frozenset({"Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"})
+# Their last stage has no copy of a tied embedding.
+TIED_ON_ONE_STAGE = frozenset({"LlamaForCausalLM", "DeepseekV3ForCausalLM"})
+
+
+def cpu_stretch(shape: ModelShape, mesh: ServerMesh, axis: Axis) -> Fraction:
+    """Padded size / size of what is cut along `axis`; 1 on a GPU.
+
+    KV heads are padded to a multiple of tp with query heads in proportion; intermediate sizes to
+    a multiple of 32 x tp. Source: adjust_config_with_unaligned_cpu_tp.
+    """
+    if not mesh.cpu:
+        return Fraction(1)
+    unit = CPU_PADDING * mesh.tp
+    match axis:
+        case "attention":
+            kv = shape.num_heads if shape.mla is not None else shape.num_kv_heads
+            if shape.num_heads % mesh.tp == 0 and kv % mesh.tp == 0:
+                return Fraction(1)
+            return _padded(kv, mesh.tp)
+        case "mlp":
+            return _padded(shape.intermediate_size, unit)
+        case "experts" | "shared_experts" if shape.moe is not None:
+            return _padded(shape.moe.expert_intermediate_size, unit)
+        case _:
+            return Fraction(1)
+
+
+def _padded(size: int, unit: int) -> Fraction:
+    return Fraction(-(-size // unit) * unit, size)
+
+
+def check_served(shape: ModelShape, mesh: ServerMesh, has_scales: bool = False) -> None:
+    """Raise LayoutError naming what keeps this server from holding the policy."""
+    _check_settings(shape, mesh)
+    if has_scales and mesh.up_first:
+        raise LayoutError(
+            "up_first: SGLang's float8 experts in blocks always load [gate, up]; leave it out"
+        )
+    if has_scales and mesh.cpu:
+        raise LayoutError(
+            "SGLang serves float8 in blocks on a CPU only with AMX, and packs it there; use a GPU, "
+            "or the policy's own precision"
+        )
+    fault = _fault(shape, mesh)
+    if fault is None:
+        return
+    good = [
+        tp
+        for tp in range(1, shape.num_heads + 1)
+        if tp % mesh.ep == tp % mesh.attention_dp == 0
+        and _fault(shape, ServerMesh(tp, mesh.cpu, mesh.ep, mesh.attention_dp)) is None
+    ]
+    use = f"use rollout.parallel.tp from {', '.join(map(str, good))}" if good else "no tp works"
+    raise LayoutError(f"{fault}; {use}")
+
+
+def _check_settings(shape: ModelShape, mesh: ServerMesh) -> None:
+    """Refuse settings that this model's implementation lacks."""
+    name, moe = shape.architecture, shape.moe
+    if mesh.attention_dp > 1 and name in WHOLE_TP_ATTENTION:
+        raise LayoutError(
+            f"attention_dp={mesh.attention_dp}: SGLang's {name} has no data parallel attention; "
+            "use attention_dp=1 with more servers"
+        )
+    if shape.tie_embeddings and name in HEAD_NEVER_TIED:
+        raise LayoutError(
+            f"SGLang's {name} never ties its head to the embedding and would leave it empty; "
+            "save the policy with a head of its own"
+        )
+    if shape.tie_embeddings and mesh.pp > 1 and name in TIED_ON_ONE_STAGE:
+        raise LayoutError(
+            f"SGLang's {name} has no copy of a tied embedding on its last stage; use pp=1"
+        )
+    if moe is not None and "dense" in shape.layer_kinds and name in NO_DENSE_LAYERS:
+        raise LayoutError(
+            f"layers {_dense(shape)} have no experts, but SGLang's {name} builds experts in every "
+            "layer and would serve them empty; such a policy cannot be served"
+        )
+    if mesh.ep > 1 and moe is None:
+        raise LayoutError(f"ep={mesh.ep}, but {name} has no experts here; use ep=1")
+    if not mesh.fused_shared_experts:
+        return
+    if moe is None or moe.shared_intermediate_size != moe.expert_intermediate_size:
+        size = 0 if moe is None else moe.shared_intermediate_size
+        raise LayoutError(
+            f"fused_shared_experts: SGLang fuses one shared expert of the routed ones' size; the "
+            f"shared experts here have an intermediate size of {size}"
+        )
+    if mesh.cpu:
+        raise LayoutError("fused_shared_experts: SGLang does not fuse shared experts on a CPU")
+
+
+def _dense(shape: ModelShape) -> str:
+    return ", ".join(str(i) for i, kind in enumerate(shape.layer_kinds) if kind == "dense")
+
+
+def _fault(shape: ModelShape, mesh: ServerMesh) -> str | None:
+    """The first size that does not split, in words."""
+    where = f"rollout.parallel.tp={mesh.tp}"
+    tp = mesh.attention_tp
+    attention = where if mesh.attention_dp == 1 else f"{where} / attention_dp={mesh.attention_dp}"
+    heads, kv, moe = shape.num_heads, shape.num_kv_heads, shape.moe
+    if not mesh.cpu:
+        if heads % tp:
+            return f"{heads} attention heads do not split over {attention}"
+        if shape.mla is None and kv % tp and tp % kv:
+            return f"{kv} kv heads neither split over nor divide {attention}"
+        inner = shape.intermediate_size
+        if "dense" in shape.layer_kinds and not mesh.dense_whole and inner % mesh.tp:
+            return f"{inner} columns of down_proj do not split over {where}"
+    if moe is None:
+        return None
+    if moe.num_experts % mesh.ep:
+        return f"{moe.num_experts} experts do not split over ep={mesh.ep}"
+    if mesh.tp > moe.num_experts:
+        return f"{where} exceeds the {moe.num_experts} experts, which SGLang refuses"
+    if mesh.cpu:
+        return None
+    if moe.expert_intermediate_size % mesh.expert_tp:
+        return (
+            f"{moe.expert_intermediate_size} columns of an expert's down_proj do not split over "
+            f"{where} / ep={mesh.ep}"
+        )
+    if not mesh.shared_whole and moe.shared_intermediate_size % mesh.tp:
+        return (
+            f"{moe.shared_intermediate_size} columns of the shared experts' down_proj do not split "
+            f"over {where}"
+        )
+    return None
