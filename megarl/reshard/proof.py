@@ -71,10 +71,10 @@ def prove_layout(layout: Layout) -> None:
             if twice:
                 rank = layout.stages[number][twice[0]]
                 raise LayoutError(f"{layout.kind}: rank {rank} has two tensors of the name {name}")
-    for number, template in enumerate(layout.templates):
-        for tensor in template.tensors:
+    for number, stage in stages.items():
+        for tensor in layout.templates[number].tensors:
             for shard in tensor.shards:
-                _check_shard(layout, tensor, shard, shapes, stages.get(number, ()))
+                _check_shard(layout, tensor, shard, shapes, stage)
 
 
 def _check_shard(
