@@ -165,13 +165,12 @@ class _Writer:
             place = delivery.members.index(member)
             by: dict[tuple[int, int], list[int]] = {}  # (link, holder it comes from) -> blocks
             for k in blocks:
-                ingress = delivery.members[k % len(delivery.members)]
                 if delivery.near:
                     key = (int(delivery.local[place] < 0), delivery.source(place, k))
-                elif ingress == member:
+                elif delivery.ingress[k] == member:
                     key = (2, found.sender(k, j))
                 else:
-                    key = (3, ingress)
+                    key = (3, delivery.ingress[k])
                 by.setdefault(key, []).append(k)
             for (link, holder), ks in by.items():
                 self._rows(segment, flow, ks, link, holder, member)
@@ -188,8 +187,7 @@ class _Writer:
                 if not delivery.near:
                     sender = found.sender(k, j)
                     if sender in holders:
-                        ingress = delivery.members[k % len(delivery.members)]
-                        by.setdefault((2, sender, ingress), []).append(k)
+                        by.setdefault((2, sender, delivery.ingress[k]), []).append(k)
                     continue
                 for place, member in enumerate(delivery.members):
                     source = delivery.source(place, k)

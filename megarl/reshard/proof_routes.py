@@ -39,6 +39,7 @@ def prove_routes(plan: Plan) -> None:
                     found,
                     group_ranks(sources[a], segment.source),
                     group_ranks(destinations[b], segment.destination),
+                    len(segment.blocks),
                 )
         network += crossing * len(segment.blocks)
     counted = plan.traffic
@@ -50,7 +51,7 @@ def prove_routes(plan: Plan) -> None:
 
 
 def _check_route(
-    plan: Plan, route: Route, senders: tuple[int, ...], receivers: tuple[int, ...]
+    plan: Plan, route: Route, senders: tuple[int, ...], receivers: tuple[int, ...], blocks: int
 ) -> None:
     """One route between the ranks that hold a flow and the ranks that want it."""
     source, destination = plan.placement.source, plan.placement.destination
@@ -69,12 +70,11 @@ def _check_route(
     if route.num_network != len(network):
         raise refuse(f"{len(network)} nodes are served by network, not {route.num_network}")
     indices = range(len(senders))
-    if network and (
-        not route.senders
-        or len(set(route.senders)) != len(route.senders)
-        or not all(i in indices for i in route.senders)
-    ):
-        raise refuse(f"senders {route.senders} are not among the holders")
+    if len(route.senders) != blocks * len(network) or not set(route.senders) <= set(indices):
+        raise refuse(
+            f"senders {sorted(set(route.senders))} of {len(route.senders)} sendings are not among "
+            f"the holders, or not one for each of {blocks} blocks to {len(network)} nodes"
+        )
     nodes = {source[rank].node for rank in senders}
     for delivery in route.deliveries:
         for member in delivery.members:
@@ -83,7 +83,13 @@ def _check_route(
         if not delivery.near:
             if delivery.node in nodes:
                 raise refuse(f"node {delivery.node} holds it already, but gets it by network")
+            if len(delivery.ingress) != blocks or not set(delivery.ingress) <= set(
+                delivery.members
+            ):
+                raise refuse(f"not every block has an ingress on node {delivery.node}")
             continue
+        if len(delivery.near) != blocks or len(delivery.local) != len(delivery.members):
+            raise refuse(f"not every block and holder has a source on node {delivery.node}")
         if not all(
             i in indices and source[senders[i]].node == delivery.node for i in delivery.near
         ):

@@ -1,16 +1,17 @@
 """Who sends each flow to whom: senders in turn, one ingress per node, and the bytes that follow.
 
 Owns the choice among replicas. Flows without a choice are counted first; then those with the
-fewest replicas and the most bytes, each sharing its blocks and nodes out in turn, beginning with
-the replica that has sent the least (longest processing time first). A source rank on the
-destination's GPU is copied from, one on its node is pulled from, and only what no rank of a node
-holds crosses the network: once into each node, there fanned out.
+fewest replicas and the most bytes (longest processing time first): each shares its blocks and nodes
+out so that the replicas' totals level out. A source rank on the destination's GPU is copied from,
+one on its node is pulled from, and only what no rank of a node holds crosses the network: once into
+each node, there fanned out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from megarl.reshard.cells import Holder, Pairing
 from megarl.reshard.placement import Device, Placement
@@ -23,25 +24,29 @@ Stages = tuple[tuple[int, ...], ...]
 class Delivery:
     """How one node gets a flow: `members` index the destination's holders that are on it.
 
-    Where `near` is empty it comes by network: of the k-th block, member k % len(members) is the
-    ingress and the others copy from it. Else member i copies from the source holder `local[i]`
-    on its own GPU, or where that is -1 pulls from near[k % len(near)] on its node.
+    Without `near` it comes by network: of the k-th block, holder ingress[k] gets it and the other
+    members copy from that one. Else member i copies from the source holder `local[i]` on its own
+    GPU, or where that is -1 pulls from near[k] on its node.
     """
 
     node: int
     members: tuple[int, ...]
+    ingress: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
     local: tuple[int, ...] = ()
 
-    def source(self, member: int, k: int) -> int:
-        """Which source holder the member at place `member` reads of block k; network has none."""
-        return self.local[member] if self.local[member] >= 0 else self.near[k % len(self.near)]
+    def source(self, place: int, k: int) -> int:
+        """Which source holder the member at `place` reads of block k; not for network."""
+        return self.local[place] if self.local[place] >= 0 else self.near[k]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One flow of one segment. Of the network deliveries, the j-th of block k is number
-    k * (how many there are) + j, and `senders` (indices of source holders) send them in turn."""
+    """One flow of one segment.
+
+    There are `num_network` deliveries by network. Block k goes to the j-th of them from source
+    holder senders[k * num_network + j].
+    """
 
     senders: tuple[int, ...]
     deliveries: tuple[Delivery, ...]
@@ -49,7 +54,7 @@ class Route:
 
     def sender(self, k: int, j: int) -> int:
         """The source holder that sends block k to the j-th network delivery."""
-        return self.senders[(k * self.num_network + j) % len(self.senders)]
+        return self.senders[k * self.num_network + j]
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ class _Router:
         self.shares_nodes = placement.shares_nodes
         self.traffic = Traffic()
         self.readers: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
+        self.single: dict[int, Route] = {}
         self.patterns: list[dict[tuple[int, int], tuple[Delivery, ...]]] = [{} for _ in segments]
         self.found: list[list[Route | None]] = [
             [None] * pairings[segment.pairing].num_flows for segment in segments
@@ -138,7 +144,7 @@ class _Router:
                 rest.append((len(sources[a]), -size, number, flow))
                 continue
             if (a, b) not in fixed:
-                fixed[a, b] = Route((0,), deliveries, len(deliveries))
+                fixed[a, b] = self._only_way(deliveries, len(segment.blocks))
             self.found[number][flow] = fixed[a, b]
             total[a, b] = total.get((a, b), 0) + size
         for (a, b), size in total.items():
@@ -149,6 +155,13 @@ class _Router:
             for rank in receivers:
                 _add(self.traffic.network_in, rank, moved)
         return rest
+
+    def _only_way(self, deliveries: tuple[Delivery, ...], blocks: int) -> Route:
+        """The route from one holder to one member on each node."""
+        if id(deliveries) not in self.single:
+            single = tuple(Delivery(d.node, d.members, d.members * blocks) for d in deliveries)
+            self.single[id(deliveries)] = Route((0,) * (blocks * len(single)), single, len(single))
+        return self.single[id(deliveries)]
 
     def _pattern(self, number: int, a: int, b: int) -> tuple[Delivery, ...]:
         """The nodes that need a flow from group a to group b, and who of group a is on each."""
@@ -173,7 +186,7 @@ class _Router:
             near = tuple(i for i, d in enumerate(devices) if d.node == node)
             own = {devices[i]: i for i in reversed(near)}
             local = tuple(own.get(device, -1) for _, device in members) if near else ()
-            deliveries.append(Delivery(node, tuple(m for m, _ in members), near, local))
+            deliveries.append(Delivery(node, tuple(m for m, _ in members), (), near, local))
         return tuple(deliveries)
 
     def _choose(self, number: int, flow: int) -> None:
@@ -194,29 +207,26 @@ class _Router:
         ]
         network = sum(1 for d in deliveries if not d.near)
         out = self.traffic.network_out
-        order = tuple(sorted(range(len(senders)), key=lambda i: (out.get(senders[i], 0), i)))
-        for i, sends in zip(order, _turns(blocks * network, len(order)), strict=False):
-            _add(out, senders[i], size * sends)
-        self.found[number][flow] = Route(order, tuple(deliveries), network)
+        counts = shares([out.get(rank, 0) for rank in senders], blocks * network, size)
+        for rank, sends in zip(senders, counts, strict=True):
+            _add(out, rank, size * sends)
+        self.found[number][flow] = Route(interleaved(counts), tuple(deliveries), network)
 
     def _ingress(
         self, delivery: Delivery, receivers: Sequence[int], size: int, blocks: int
     ) -> Delivery:
-        """The members ordered by what they have received: each is the ingress in turn."""
-        traffic = self.traffic
-        received = traffic.network_in
-        if len(delivery.members) == 1:
-            _add(received, receivers[delivery.members[0]], size * blocks)
-            return delivery
-        members = tuple(
-            sorted(delivery.members, key=lambda m: (received.get(receivers[m], 0), receivers[m]))
-        )
-        for m, turns in zip(members, _turns(blocks, len(members)), strict=True):
-            rank = receivers[m]
-            _add(received, rank, size * turns)
+        """Which member is the ingress of each block, so that what they receive levels out."""
+        traffic, members = self.traffic, delivery.members
+        if len(members) == 1:
+            _add(traffic.network_in, receivers[members[0]], size * blocks)
+            return Delivery(delivery.node, members, members * blocks)
+        ranks = [receivers[m] for m in members]
+        counts = shares([traffic.network_in.get(rank, 0) for rank in ranks], blocks, size)
+        for rank, turns in zip(ranks, counts, strict=True):
+            _add(traffic.network_in, rank, size * turns)
             _add(traffic.fanout_in, rank, size * (blocks - turns))
             _add(traffic.fanout_out, rank, size * turns * (len(members) - 1))
-        return Delivery(delivery.node, members)
+        return Delivery(delivery.node, members, tuple(members[i] for i in interleaved(counts)))
 
     def _direct(
         self,
@@ -227,34 +237,62 @@ class _Router:
         size: int,
         blocks: int,
     ) -> Delivery:
-        """The holders on the node ordered by what they have given: each is read from in turn.
+        """Which holder on the node is read from for each block, so that what they give levels out.
 
-        All flows out of one source tensor take the same turns, so that of its replicas on a node
-        one alone has to have it ready.
+        All flows out of one source tensor are read from the same, so that of its replicas on a
+        node one alone has to have it ready.
         """
         traffic = self.traffic
         given = traffic.node_out
         key = (*tensor, delivery.node)
-        if key not in self.readers:
-            order = sorted(delivery.near, key=lambda i: (given.get(senders[i], 0), i))
-            self.readers[key] = tuple(order)
-        near = self.readers[key]
         pulls = sum(1 for i in delivery.local if i < 0)
+        if key not in self.readers:
+            counts = shares(
+                [given.get(senders[i], 0) for i in delivery.near], blocks, max(size * pulls, 1)
+            )
+            self.readers[key] = tuple(delivery.near[i] for i in interleaved(counts))
+        near = self.readers[key]
         for member, own in zip(delivery.members, delivery.local, strict=True):
             into = traffic.node_in if own < 0 else traffic.local
             _add(into, receivers[member], size * blocks)
-        for i, turns in zip(near, _turns(blocks, len(near)), strict=True):
-            _add(given, senders[i], size * turns * pulls)
-        return Delivery(delivery.node, delivery.members, near, delivery.local)
+        for i in set(near):
+            _add(given, senders[i], size * pulls * near.count(i))
+        return Delivery(delivery.node, delivery.members, (), near, delivery.local)
 
 
-def _turns(units: int, places: int) -> list[int]:
-    """How many of `units` things each of `places` gets in turn.
+def shares(loads: Sequence[int], units: int, size: int) -> tuple[int, ...]:
+    """How many of `units` things of `size` each place takes, so that its load levels out.
 
-    >>> _turns(7, 3)
-    [3, 2, 2]
+    >>> shares([0, 0, 0], 7, 10), shares([30, 0, 0], 7, 10)
+    ((3, 2, 2), (1, 3, 3))
     """
-    return [units // places + (1 if i < units % places else 0) for i in range(places)]
+    places = len(loads)
+    if loads.count(loads[0]) == places:
+        return tuple(units // places + (1 if i < units % places else 0) for i in range(places))
+    order = sorted(range(places), key=lambda i: (loads[i], i))
+    below, level = 0, 0.0
+    for count, i in enumerate(order, 1):  # the places that take any: the lowest ones
+        below += loads[i]
+        level = (below + units * size) / count
+        if count == places or level <= loads[order[count]]:
+            break
+    wanted = [max(0.0, (level - load) / size) for load in loads]
+    counts = [int(want) for want in wanted]
+    left = units - sum(counts)
+    for i in sorted(range(places), key=lambda i: (counts[i] - wanted[i], i))[:left]:
+        counts[i] += 1
+    return tuple(counts)
+
+
+@lru_cache(maxsize=4096)
+def interleaved(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """A sequence with counts[i] times each i, evenly spread.
+
+    >>> interleaved((2, 4))
+    (1, 0, 1, 1, 0, 1)
+    """
+    places = [((n + 0.5) / count, i) for i, count in enumerate(counts) for n in range(count)]
+    return tuple(i for _, i in sorted(places))
 
 
 def _add(counts: dict[int, int], rank: int, size: int) -> None:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from megarl.actor.parameters import Parameter
 from megarl.errors import LayoutError
+from megarl.reshard.explicit import explicit_layout, full_layout, one_block
 from megarl.reshard.layout import (
     Box,
     Layout,
     LocalTensor,
     Piece,
     RankLayout,
-    full_layout,
     num_elements,
 )
 from megarl.reshard.megatron import megatron_layout
@@ -152,7 +152,7 @@ def irregular(parameter: Parameter, tiled: list[list[Box]]) -> Layout:
                 for name, box in zip(names, mine, strict=True)
             )
             ranks.append(RankLayout(len(ranks), tensors, pieces))
-    return Layout("irregular", (parameter,), tuple(ranks))
+    return explicit_layout("irregular", one_block((parameter,)), ranks)
 
 
 @settings(max_examples=100, deadline=None)
@@ -164,7 +164,7 @@ def test_layouts_whose_boxes_overlap_in_any_way_are_planned_exactly(data: st.Dat
     source = irregular(parameter, tiled[:2])  # two copies, cut differently
     destination = irregular(parameter, tiled[2:])
     whole = {"w": np.arange(rows * columns).reshape(rows, columns)}
-    files = full_layout((parameter,))
+    files = full_layout(one_block((parameter,)))
     in_source = execute(make_plan(files, source), [whole], source)
     assert_equal(in_source, execute(make_plan(source, source), in_source, source))
     in_destination = execute(make_plan(source, destination), in_source, destination)

@@ -145,17 +145,26 @@ def with_first_delivery_twice(route: Route) -> Route:
 
 
 def with_sender_that_does_not_exist(route: Route) -> Route:
-    return replace(route, senders=(*route.senders, 99))
+    return replace(route, senders=(99, *route.senders[1:]))
 
 
-def with_one_sender_twice(route: Route) -> Route:
-    return replace(route, senders=(route.senders[0], route.senders[0]))
+def with_one_sending_missing(route: Route) -> Route:
+    return replace(route, senders=route.senders[1:])
+
+
+def with_ingress_elsewhere(route: Route) -> Route:
+    first = route.deliveries[0]
+    other = route.deliveries[1].members[0]
+    ingress = (other, *first.ingress[1:])
+    return replace(route, deliveries=(replace(first, ingress=ingress), *route.deliveries[1:]))
 
 
 def pulled_from_a_node_that_has_nothing(route: Route) -> Route:
     first = route.deliveries[0]
-    near = Delivery(first.node, first.members, (0,), (-1,) * len(first.members))
-    return Route(route.senders, (near, *route.deliveries[1:]), route.num_network - 1)
+    blocks = len(route.senders) // route.num_network
+    near = Delivery(first.node, first.members, (), (0,) * blocks, (-1,) * len(first.members))
+    senders = route.senders[: blocks * (route.num_network - 1)]
+    return Route(senders, (near, *route.deliveries[1:]), route.num_network - 1)
 
 
 def on_another_node(route: Route) -> Route:
@@ -169,7 +178,8 @@ def on_another_node(route: Route) -> Route:
         (without_last_delivery, "not each of"),
         (with_first_delivery_twice, "not each of"),
         (with_sender_that_does_not_exist, "not among the holders"),
-        (with_one_sender_twice, "not among the holders"),
+        (with_one_sending_missing, "not one for each"),
+        (with_ingress_elsewhere, "has an ingress on node"),
         (pulled_from_a_node_that_has_nothing, "said to be on node"),
         (on_another_node, "is not on node 77"),
     ],
@@ -183,7 +193,9 @@ def test_route_over_the_network_to_a_node_that_holds_the_flow_is_refused() -> No
     number = next(i for i, s in enumerate(near.segments) if s.pairing == number_of("dense"))
     routes = list(near.routes[number])
     first = routes[0].deliveries[0]
-    routes[0] = Route((0,), (Delivery(first.node, first.members),), 1)
+    ingress = (first.members[0],) * len(first.near)
+    delivery = Delivery(first.node, first.members, ingress)
+    routes[0] = Route((0,) * len(first.near), (delivery,), 1)
     spoilt = (*near.routes[:number], tuple(routes), *near.routes[number + 1 :])
     refused(replace(near, routes=spoilt), "gets it by network")
 
