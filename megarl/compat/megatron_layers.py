@@ -2,8 +2,9 @@
 
 Owns the three parts that Megatron has only through Transformer Engine: the linear with its norm
 inside, RMSNorm under sequence parallelism, and attention over packed sequences. Parameter names are
-those of the Transformer Engine block, so layouts and checkpoints are the same on CPU and GPU. Knows
-nothing of megarl's learner. Import it after `megatron_cpu.install()`.
+those of the Transformer Engine block, so layouts and checkpoints are the same on CPU and GPU; but
+for routed experts and latent attention, which have their local names here. Knows nothing of
+megarl's learner. Import it after `megatron_cpu.install()`.
 
 For: megatron-core 0.19.2. Ends when Megatron's local layers do these three.
 """
@@ -21,6 +22,14 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec_for_backend,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -113,34 +122,100 @@ class CoreAttention(torch.nn.Module):
 
 
 class _Backend(LocalSpecProvider):  # type: ignore[misc]
-    """The local parts an MLP is built of, with the norm inside its first linear."""
+    """The local parts a block is built of; `fused`: a dense MLP's norm is in its first linear."""
+
+    def __init__(self, fused: bool) -> None:
+        self.fused = fused
 
     def fuse_layernorm_and_linear(self) -> bool:
-        return True
+        return self.fused
 
     def column_parallel_layer_norm_linear(self) -> type:
         return NormedColumnParallelLinear
 
+    def layer_norm(self, *args: object, **kwargs: object) -> type:
+        return RMSNorm
 
-def block_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
-    """The spec of a dense decoder block of `num_layers` local layers."""
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=NormedColumnParallelLinear,
-        core_attention=CoreAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
-    )
+
+def block_spec(
+    config: TransformerConfig, num_layers: int, first_layer: int = 0, fused: bool = True
+) -> TransformerBlockSubmodules:
+    """The spec of `num_layers` decoder layers from `first_layer` on, dense or with experts.
+
+    `fused`: norms are inside the linears that follow them, as in Transformer Engine's spec; else
+    beside them, as in Megatron's local one. Latent attention has only the latter: Megatron knows
+    the classes of its linears by name. Experts are Megatron's SequentialMLP.
+    """
+    assert not (fused and config.multi_latent_attention), "latent attention: give fused=False"
+    attention = _latent_attention() if config.multi_latent_attention else _attention(config, fused)
+    layers = [
+        _layer(config, attention, has_experts, fused)
+        for has_experts in _expert_layers(config)[first_layer : first_layer + num_layers]
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def mtp_spec(config: TransformerConfig, fused: bool = True) -> MultiTokenPredictionBlockSubmodules:
+    """The spec of the MTP layers, each around a layer like the decoder's last."""
+    last = block_spec(config, 1, config.num_layers - 1, fused).layer_specs[0]
+    layer = get_mtp_layer_spec_for_backend(last, _Backend(fused))
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
+
+
+def _expert_layers(config: TransformerConfig) -> list[bool]:
+    """For each decoder layer, whether it has routed experts."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    every = config.moe_layer_freq
+    if isinstance(every, int):
+        return [layer % every == 0 for layer in range(config.num_layers)]
+    return [bool(has_experts) for has_experts in every]
+
+
+def _layer(
+    config: TransformerConfig, attention: ModuleSpec, has_experts: bool, fused: bool
+) -> ModuleSpec:
+    experts = config.num_moe_experts if has_experts else None
     layer = TransformerLayerSubmodules(
-        self_attention=ModuleSpec(
-            module=SelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal},
-            submodules=attention,
-        ),
+        input_layernorm=IdentityOp if fused else RMSNorm,
+        self_attention=attention,
         self_attn_bda=get_bias_dropout_add,
-        mlp=get_mlp_module_spec_for_backend(_Backend()),
+        # Router and experts read one normed input, so no linear can hold their norm.
+        pre_mlp_layernorm=RMSNorm if has_experts or not fused else IdentityOp,
+        mlp=get_mlp_module_spec_for_backend(_Backend(fused), num_experts=experts),
         mlp_bda=get_bias_dropout_add,
     )
-    layers = [ModuleSpec(module=TransformerLayer, submodules=layer)] * num_layers
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return ModuleSpec(module=TransformerLayer, submodules=layer)
+
+
+def _attention(config: TransformerConfig, fused: bool) -> ModuleSpec:
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=NormedColumnParallelLinear if fused else ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+
+
+def _latent_attention() -> ModuleSpec:
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm,
+            kv_layernorm=RMSNorm,
+        ),
+    )

@@ -1,76 +1,105 @@
-"""The layout of Megatron-Core's GPTModel over tensor, pipeline, data and expert parallel ranks.
+"""The layout of Megatron-Core's GPTModel over tensor, pipeline, context, data and expert ranks.
 
-Owns Megatron's rules: interleaved grouped QKV, gated fc1, vocabulary padding, which stage holds
-what, and the second copy of a tied embedding. Names are those of `named_parameters()` of the rank's
-GPTModel. Source: megatron-core 0.19.2, attention.py, mlp.py, tensor_parallel/layers.py; the tests
-compare with a real GPTModel.
+Owns Megatron's rules: interleaved grouped QKV, gated fc1, vocabulary padding, routed experts on
+their own axes, and what each model chunk holds, copies of the embedding among it. Names are those
+of the rank's `named_parameters()`, and `named_buffers()` for the router's expert bias, behind
+`model<v>.` where a stage has several chunks.
+
+Source: megatron-core 0.19.2, models/gpt, transformer/ and tensor_parallel/layers.py. The tests
+build real GPTModels on the CPU, for which attention has the "local" form and experts the
+"sequential" one. The other forms have names that only Transformer Engine's classes give
+(extensions/transformer_engine.py): "te" and "per_expert" for moe_grouped_gemm, "grouped" for
+moe_single_grouped_weight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megarl.actor.families import FAMILIES
 from megarl.actor.families.family import Held
-from megarl.actor.parameters import Parameter, block_table
+from megarl.actor.parameters import Block, Parameter, block_table
 from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
 from megarl.reshard.layout import BlockLayout, Layout, RankLayout, ShardedTensor, Site
 from megarl.reshard.mesh import LearnerMesh
+from megarl.reshard.pipeline import Chunk, Pipeline
 from megarl.reshard.rules import Heads, cut_experts, cut_tensor
 
 FORMS = ("te", "per_expert")
+"""With Transformer Engine; megarl's block without it has the norms so too, and `sequential`."""
+
+_ATTENTION_FORMS = ("te", "local")
+_EXPERT_FORMS = ("per_expert", "grouped", "sequential")
+
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "use_kitchen": (False,),
+    "moe_latent_size": (None,),
+    "mla_down_proj_fusion": (False,),
+    "mtp_use_repeated_layer": (False,),
+    "heterogeneous_block_specs": (False,),
+    "experimental_attention_variant": (None,),
+    "is_hybrid_model": (False,),
+    "softmax_type": ("vanilla", "off-by-one"),
+    "add_bias_linear": (False,),
+    "normalization": ("RMSNorm",),
+    "layernorm_zero_centered_gamma": (False,),
+    "moe_shared_expert_gate": (False,),
+}
+"""Fields of Megatron's TransformerConfig that change which elements a rank holds and where, or what
+they mean, and the values under which this layout is right."""
 
 
 def megatron_layout(
     shape: ModelShape,
     mesh: LearnerMesh,
     vocab_divisor: int = 128,
+    pipeline: Pipeline | None = None,
     forms: tuple[str, ...] = FORMS,
 ) -> Layout:
-    """All ranks of the learner; data-parallel replicas hold the same.
+    """All ranks of the learner; context- and data-parallel replicas hold the same.
 
-    `vocab_divisor` is Megatron's make-vocab-size-divisible-by. Raises LayoutError where a size does
-    not divide.
+    `vocab_divisor` is Megatron's make-vocab-size-divisible-by; `pipeline` None is the even split;
+    `forms` are one form of attention and one of experts. Raises LayoutError where a size does not
+    divide or the pipeline is another model's.
     """
+    _check_forms(forms)
     check_divisible(shape, mesh)
+    pipeline = _pipeline(shape, mesh, pipeline)
+    cuts = _Cuts(shape, mesh, vocab_divisor, forms)
     table = block_table(shape)
     kinds = {kind: i for i, kind in enumerate(table.kinds)}
-    templates = [
-        BlockLayout(kind, _tensors(shape, mesh, kind, parameters, vocab_divisor, forms))
-        for kind, parameters in table.kinds.items()
-    ]
-    sites = []
-    per_stage = shape.num_layers // mesh.pp
-    for number, block in enumerate(table.blocks):
-        stage, local = 0, None
-        if block.layer is not None:
-            stage, local = divmod(block.layer, per_stage)
-        elif block.kind in ("final_norm", "head"):
-            stage = mesh.pp - 1
-        sites.append(Site(number, stage, kinds[block.kind], local))
-    if shape.tie_embeddings and mesh.pp > 1:
-        # The last stage has no embedding to share, so it holds a copy.
-        head = FAMILIES[shape.architecture].blocks["head"].megatron[0]
-        copy = Held(head.name, head.cut, ("embedding",), head.axis)
-        tensors = _tensors(
-            shape, mesh, "embedding", table.kinds["embedding"], vocab_divisor, forms, (copy,)
-        )
-        templates.append(BlockLayout("embedding", tensors))
-        sites.append(Site(0, mesh.pp - 1, len(templates) - 1))
+    templates = [cuts.block(kind, parameters) for kind, parameters in table.kinds.items()]
+    if shape.tie_embeddings:
+        templates.append(cuts.tied_head(table.kinds["embedding"]))
+    sites: list[Site] = []
+    for p, v, chunk in pipeline:
+        prefix = f"model{v}." if pipeline.vpp > 1 else ""
+        for number, template, layer in _held(table.blocks, kinds, pipeline, chunk):
+            sites.append(Site(number, p, template, layer, prefix))
     return Layout(
-        f"megatron tp={mesh.tp} pp={mesh.pp} dp={mesh.dp} vocab_divisor={vocab_divisor}",
+        f"megatron tp={mesh.tp} pp={mesh.pp} vpp={pipeline.vpp} cp={mesh.cp} dp={mesh.dp} "
+        f"ep={mesh.ep} etp={mesh.etp} vocab_divisor={vocab_divisor} forms={'+'.join(forms)}",
         table,
         tuple(templates),
-        tuple(sites),
+        tuple(sorted(sites, key=lambda site: (site.block, site.stage, site.prefix))),
         tuple(mesh.stage(p) for p in range(mesh.pp)),
     )
 
 
 def megatron_rank(
-    shape: ModelShape, mesh: LearnerMesh, rank: int, vocab_divisor: int = 128
+    shape: ModelShape,
+    mesh: LearnerMesh,
+    rank: int,
+    vocab_divisor: int = 128,
+    pipeline: Pipeline | None = None,
+    forms: tuple[str, ...] = FORMS,
 ) -> RankLayout:
     """One rank of `megatron_layout`, written out."""
     mesh.coordinates(rank)
-    return megatron_layout(shape, mesh, vocab_divisor).rank(rank)
+    return megatron_layout(shape, mesh, vocab_divisor, pipeline, forms).rank(rank)
 
 
 def padded_vocab_size(vocab_size: int, tp: int, vocab_divisor: int = 128) -> int:
@@ -83,29 +112,59 @@ def padded_vocab_size(vocab_size: int, tp: int, vocab_divisor: int = 128) -> int
     return (vocab_size + unit - 1) // unit * unit
 
 
-def check_divisible(shape: ModelShape, mesh: LearnerMesh) -> None:
-    """Raise LayoutError naming the first size that Megatron cannot split over this mesh."""
-    tp, groups = mesh.tp, shape.num_kv_heads
-    if shape.num_layers % mesh.pp:
+def check_supported(transformer_config: Mapping[str, object]) -> None:
+    """Raise LayoutError naming the fields of a TransformerConfig under which layouts differ.
+
+    Absent fields have Megatron's defaults, which are right but for `normalization` and
+    `add_bias_linear`.
+    """
+    wrong = [
+        f"{name}={transformer_config[name]!r} (use {' or '.join(repr(v) for v in right)})"
+        for name, right in UNSUPPORTED.items()
+        if name in transformer_config and transformer_config[name] not in right
+    ]
+    if wrong:
         raise LayoutError(
-            f"{shape.num_layers} layers do not split evenly over learner.parallel.pp={mesh.pp}; "
-            f"use a pp that divides {shape.num_layers}"
+            f"megatron: {', '.join(wrong)}: another layout of parameters than megarl knows"
         )
-    for name, size in (
-        ("attention heads", shape.num_heads),
-        ("rows of the gate (intermediate_size)", shape.intermediate_size),
-    ):
-        if size % tp:
+
+
+def check_divisible(shape: ModelShape, mesh: LearnerMesh) -> None:
+    """Raise LayoutError naming the first size that Megatron cannot split over the mesh's ranks.
+
+    Layers are not among them: a pipeline says how they are split.
+    """
+    tp, moe = mesh.tp, shape.moe
+    sizes = [("attention heads", shape.num_heads, "tp", tp)]
+    if "dense" in shape.layer_kinds:
+        sizes.append(("rows of the gate (intermediate_size)", shape.intermediate_size, "tp", tp))
+    if moe is not None:
+        inner = moe.expert_intermediate_size
+        sizes += [
+            ("experts", moe.num_experts, "ep", mesh.ep),
+            ("rows of an expert's gate (moe_intermediate_size)", inner, "etp", mesh.etp),
+            ("rows of the shared experts' gate", moe.shared_intermediate_size, "tp", tp),
+        ]
+    for name, size, axis, count in sizes:
+        if size % count:
             raise LayoutError(
-                f"{size} {name} do not split over learner.parallel.tp={tp}; "
-                f"use a tp that divides {size}"
+                f"{size} {name} do not split over learner.parallel.{axis}={count}; "
+                f"use {'an' if axis[0] == 'e' else 'a'} {axis} that divides {size}"
             )
+    if shape.mla is None:
+        _check_groups(shape, tp)
+
+
+def _check_groups(shape: ModelShape, tp: int) -> None:
+    """The fused QKV's groups: each on several ranks, or several on each."""
+    groups = shape.num_kv_heads
     if groups % tp and tp % groups:
         raise LayoutError(
             f"{groups} kv heads do not split over learner.parallel.tp={tp}; use a tp that divides "
             f"{groups}, or a multiple of it"
         )
-    fused_rows = (shape.num_heads + 2 * groups) * shape.head_dim
+    gates = shape.num_heads if shape.attention_output_gate else 0
+    fused_rows = (shape.num_heads + gates + 2 * groups) * shape.head_dim
     if fused_rows % tp:
         raise LayoutError(
             f"{fused_rows} rows of the fused qkv do not split over learner.parallel.tp={tp}; "
@@ -113,29 +172,106 @@ def check_divisible(shape: ModelShape, mesh: LearnerMesh) -> None:
         )
 
 
-def _tensors(
-    shape: ModelShape,
-    mesh: LearnerMesh,
-    kind: str,
-    parameters: tuple[Parameter, ...],
-    vocab_divisor: int,
-    forms: tuple[str, ...],
-    table: tuple[Held, ...] | None = None,
-) -> tuple[ShardedTensor, ...]:
-    """The local tensors of one kind of block, over the ranks of a stage."""
-    known = {parameter.kind: parameter for parameter in parameters}
-    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.attention_output_gate)
-    rows = padded_vocab_size(shape.vocab_size, mesh.tp, vocab_divisor) // mesh.tp
-    tensors: list[ShardedTensor] = []
-    for held in FAMILIES[shape.architecture].blocks[kind].megatron if table is None else table:
-        if not set(held.kinds) <= known.keys() or not set(held.forms) <= set(forms):
-            continue
-        mine = [known[k] for k in held.kinds]
-        if held.axis == "experts":
-            tensors += cut_experts(held, mine, mesh.expert_holders())
-        elif held.cut == "whole":
-            everyone = (tuple(range(mesh.stage_size)),)
-            tensors.append(cut_tensor(held, mine, everyone, heads))
-        else:
-            tensors.append(cut_tensor(held, mine, mesh.dense_holders(), heads, rows))
-    return tuple(tensors)
+def _check_forms(forms: tuple[str, ...]) -> None:
+    for known in (_ATTENTION_FORMS, _EXPERT_FORMS):
+        if sum(form in known for form in forms) != 1:
+            raise LayoutError(f"megatron: forms {forms} must have one of {', '.join(known)}")
+    unknown = set(forms) - {*_ATTENTION_FORMS, *_EXPERT_FORMS}
+    if unknown:
+        raise LayoutError(f"megatron: forms {sorted(unknown)} are unknown")
+
+
+def _pipeline(shape: ModelShape, mesh: LearnerMesh, pipeline: Pipeline | None) -> Pipeline:
+    """The given pipeline, or the even split, after a check against the model and the mesh."""
+    if pipeline is None:
+        return Pipeline.even(shape.num_layers, mesh.pp, mesh.vpp, num_mtp=shape.num_mtp_layers)
+    for name, found, wanted in (
+        ("decoder layers", pipeline.num_layers, shape.num_layers),
+        ("MTP layers", pipeline.num_mtp, shape.num_mtp_layers),
+        ("stages", pipeline.pp, mesh.pp),
+        ("chunks in a stage", pipeline.vpp, mesh.vpp),
+    ):
+        if found != wanted:
+            raise LayoutError(
+                f"the pipeline has {found} {name}, the model and its mesh have {wanted}; give "
+                "the pipeline of this model, and its pp and vpp to the mesh"
+            )
+    return pipeline
+
+
+def _held(
+    blocks: tuple[Block, ...], kinds: Mapping[str, int], pipeline: Pipeline, chunk: Chunk
+) -> list[tuple[int, int, int | None]]:
+    """(block, template, layer number in the chunk) of all that one model chunk holds.
+
+    Besides its layers: MTP layers need the embedding, tied or not, so their chunk has a copy of it.
+    A tied head is the embedding where the chunk has it; elsewhere it is a copy of its own. Where a
+    chunk beyond the first has MTP layers and a tied head, its `output_layer.weight` exists but
+    nothing reads or writes it (GPTModel._postprocess uses the embedding): it is left out.
+    """
+    held: list[tuple[int, int, int | None]] = []
+    has_embedding = chunk.embedding or chunk.num_mtp > 0
+    for number, block in enumerate(blocks):
+        match block.kind:
+            case "embedding":
+                here, layer = has_embedding, None
+            case "final_norm":
+                here, layer = pipeline.has_final_norm(chunk), None
+            case "head":
+                here, layer = chunk.loss, None
+            case "mtp":
+                assert block.layer is not None
+                here, layer = chunk.num_mtp > 0, block.layer - pipeline.num_layers
+            case _:
+                assert block.layer is not None
+                here, layer = chunk.first <= block.layer < chunk.end, block.layer - chunk.first
+        if here:
+            held.append((number, kinds[block.kind], layer))
+    if chunk.loss and "head" not in kinds and not has_embedding:
+        held.append((0, len(kinds), None))  # the template behind those of the kinds
+    return held
+
+
+class _Cuts:
+    """The local tensors of each kind of block over the ranks of a stage."""
+
+    def __init__(
+        self, shape: ModelShape, mesh: LearnerMesh, vocab_divisor: int, forms: tuple[str, ...]
+    ) -> None:
+        self.blocks = FAMILIES[shape.architecture].blocks
+        self.heads = Heads(
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.attention_output_gate
+        )
+        self.vocabulary_rows = (
+            padded_vocab_size(shape.vocab_size, mesh.tp, vocab_divisor) // mesh.tp
+        )
+        self.everyone = (tuple(range(mesh.stage_size)),)
+        self.dense, self.experts = mesh.dense_holders(), mesh.expert_holders()
+        self.forms = frozenset(forms)
+
+    def block(self, kind: str, parameters: tuple[Parameter, ...]) -> BlockLayout:
+        """The template of a kind of block."""
+        return self._template(kind, self.blocks[kind].megatron, parameters)
+
+    def tied_head(self, parameters: tuple[Parameter, ...]) -> BlockLayout:
+        """The embedding under the head's name."""
+        head = self.blocks["head"].megatron[0]
+        copy = Held(head.name, head.cut, ("embedding",), head.axis)
+        return self._template("embedding", (copy,), parameters)
+
+    def _template(
+        self, kind: str, table: tuple[Held, ...], parameters: tuple[Parameter, ...]
+    ) -> BlockLayout:
+        known = {parameter.kind: parameter for parameter in parameters}
+        tensors: list[ShardedTensor] = []
+        for held in table:
+            if not set(held.kinds) <= known.keys() or not self.forms.issuperset(held.forms):
+                continue
+            mine = [known[k] for k in held.kinds]
+            if held.axis == "experts":
+                tensors += cut_experts(held, mine, self.experts)
+            else:
+                holders = self.everyone if held.cut == "whole" else self.dense
+                rows = self.vocabulary_rows
+                tensors.append(cut_tensor(held, mine, holders, self.heads, rows))
+        return BlockLayout(kind, tuple(tensors))

@@ -110,10 +110,11 @@ class Pipeline:
         counted = num_layers + embedding_counts + loss_counts
         ends = [name for name, on in (("embedding", embedding_counts), ("loss", loss_counts)) if on]
         if counted % (pp * vpp):
+            unit = "pp" if vpp == 1 else "number of chunks"
             raise LayoutError(
                 f"{num_layers} layers{''.join(f' and the {end}' for end in ends)} do not split "
-                f"evenly over {_chunks(pp, vpp)}; use a number of chunks that divides {counted}, "
-                "or an uneven pipeline"
+                f"evenly over {_chunks(pp, vpp)}; use a {unit} that divides {counted}, or an "
+                "uneven pipeline"
             )
         sizes = [counted // (pp * vpp)] * (pp * vpp)
         sizes[0] -= embedding_counts

@@ -1,9 +1,11 @@
-"""Program, under torchrun with two ranks: real GPTModels, filled by plans, and their logits.
+"""Program, under torchrun with two or four ranks: real GPTModels, filled by layouts, their logits.
 
     torchrun --nproc-per-node 2 -m tests.reshard.megatron_models OUT_DIR
 
-For every case in CASES each rank writes its parameters' shapes to OUT_DIR/<case>-<rank>.json, and
-its part of the logits of TOKENS, where it has one, to OUT_DIR/<case>-<rank>.npy.
+For every case in CASES of so many ranks each rank writes the shapes of its parameters, and of the
+buffers that layouts have, to OUT_DIR/<case>-<rank>.json; its part of the logits of TOKENS, where it
+has one, to OUT_DIR/<case>-<rank>.npy; and what its MTP layers give, where it has some, to
+OUT_DIR/<case>-<rank>-mtp.npy.
 """
 
 from __future__ import annotations
@@ -16,16 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
-from megarl.actor.parameters import parameter_table
 from megarl.actor.shape import ModelShape
 from megarl.compat import megatron_cpu
-from megarl.reshard.execute import clear_paddings, run
-from megarl.reshard.layout import full_layout
-from megarl.reshard.megatron import megatron_layout, padded_vocab_size
-from megarl.reshard.mesh import LearnerMesh
-from megarl.reshard.plan import make_plan
-from tests.reshard.megatron_cases import CASES, TOKENS, VOCAB_DIVISOR
+from megarl.reshard.layout import local_box
+from megarl.reshard.megatron import padded_vocab_size
+from megarl.reshard.pipeline import Chunk
+from tests.reshard.megatron_cases import CASES, TOKENS, VOCAB_DIVISOR, Case
 from tests.reshard.models import random_weights
 
 megatron_cpu.install()
@@ -34,91 +34,197 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
 
-from megarl.compat.megatron_layers import block_spec  # noqa: E402
+from megarl.compat.megatron_layers import block_spec, mtp_spec  # noqa: E402
+
+BUFFERS = ("expert_bias",)
 
 
-def build(shape: ModelShape, mesh: LearnerMesh) -> GPTModel:
-    """This rank's part of the model; its pipeline stage is that of the running parallel state."""
-    config = TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.intermediate_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        tensor_model_parallel_size=mesh.tp,
-        pipeline_model_parallel_size=mesh.pp,
-        pipeline_dtype=torch.float32,
-        use_cpu_initialization=True,
+def config_of(case: Case) -> TransformerConfig:
+    """Megatron's configuration of the case's model."""
+    shape, mesh = case.shape, case.mesh
+    settings = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "ffn_hidden_size": shape.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm or shape.mla is not None,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tensor_model_parallel_size": mesh.tp,
+        "pipeline_model_parallel_size": mesh.pp,
+        "virtual_pipeline_model_parallel_size": mesh.vpp if mesh.vpp > 1 else None,
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+        "pipeline_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "mtp_num_layers": shape.num_mtp_layers or None,
+        "pipeline_model_parallel_layout": case.written or None,
+        "num_layers_in_first_pipeline_stage": case.first,
+        **experts_of(shape),
+    }
+    if shape.mla is None:
+        grouped = {"num_query_groups": shape.num_kv_heads, "kv_channels": shape.head_dim}
+        return TransformerConfig(**settings, **grouped)
+    return MLATransformerConfig(
+        **settings,
+        q_lora_rank=shape.mla.q_lora_rank,
+        kv_lora_rank=shape.mla.kv_lora_rank,
+        qk_head_dim=shape.mla.qk_nope_head_dim,
+        qk_pos_emb_head_dim=shape.mla.qk_rope_head_dim,
+        v_head_dim=shape.mla.v_head_dim,
+        rope_type="rope",
+        rotary_base=shape.rope_theta,
+        rotary_scaling_factor=1.0,
+        mscale_all_dim=0.0,
     )
+
+
+def experts_of(shape: ModelShape) -> dict[str, object]:
+    """The settings of routed experts."""
+    moe = shape.moe
+    if moe is None:
+        return {}
+    grouped = moe.num_groups > 1
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_layer_freq": [int(kind == "moe") for kind in shape.layer_kinds],
+        "moe_router_topk": moe.experts_per_token,
+        "moe_ffn_hidden_size": moe.expert_intermediate_size,
+        "moe_shared_expert_intermediate_size": moe.shared_intermediate_size or None,
+        "moe_router_score_function": moe.scoring,
+        "moe_router_enable_expert_bias": moe.router_bias,
+        "moe_router_num_groups": moe.num_groups if grouped else None,
+        "moe_router_group_topk": moe.groups_per_token if grouped else None,
+        "moe_router_topk_scaling_factor": moe.scaling if moe.scoring == "sigmoid" else None,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def build(case: Case, config: TransformerConfig, v: int, chunk: Chunk) -> GPTModel:
+    """Model chunk v of this rank; its pipeline stage is that of the running parallel state."""
+    shape, fused = case.shape, case.forms[0] == "te"
     return GPTModel(
         config,
-        block_spec(config, shape.num_layers // mesh.pp),
-        vocab_size=padded_vocab_size(shape.vocab_size, mesh.tp, VOCAB_DIVISOR),
+        block_spec(config, chunk.num_layers, chunk.first, fused),
+        vocab_size=padded_vocab_size(shape.vocab_size, case.mesh.tp, VOCAB_DIVISOR),
         max_sequence_length=shape.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=chunk.embedding,
+        post_process=chunk.loss,
         share_embeddings_and_output_weights=shape.tie_embeddings,
         position_embedding_type="rope",
+        rotary_percent=shape.rotary_fraction,
         rotary_base=int(shape.rope_theta),
         rope_scaling=shape.rope_scaling is not None,
         rope_scaling_factor=shape.rope_scaling.factor if shape.rope_scaling else 1.0,
+        mtp_block_spec=mtp_spec(config, fused) if chunk.num_mtp else None,
+        vp_stage=v if case.mesh.vpp > 1 else None,
     ).eval()
 
 
-def fill(model: GPTModel, shape: ModelShape, mesh: LearnerMesh, rank: int) -> None:
-    """Write the random weights into the rank's parameters, by a plan from whole tensors."""
-    learner = megatron_layout(shape, mesh, VOCAB_DIVISOR)
-    plan = make_plan(full_layout(parameter_table(shape)), learner)
-    weights = {name: torch.from_numpy(array) for name, array in random_weights(shape).items()}
-    held = dict(model.named_parameters())
-    for parameter in held.values():
-        parameter.fill_(float("nan"))  # what the plan leaves out shows
-    run(plan.between(0, rank), weights, held)
-    clear_paddings(learner.ranks[rank], held)
+def tensors_of(chunks: list[GPTModel]) -> dict[str, Tensor]:
+    """All parameters and known buffers under the names of layouts."""
+    held = {}
+    for v, chunk in enumerate(chunks):
+        prefix = f"model{v}." if len(chunks) > 1 else ""
+        named = dict(chunk.named_parameters())
+        buffers = chunk.named_buffers()
+        named |= {name: buffer for name, buffer in buffers if name.endswith(BUFFERS)}
+        held |= {prefix + name: tensor for name, tensor in named.items()}
+    return held
 
 
-def logits_of(model: GPTModel, shape: ModelShape, mesh: LearnerMesh) -> torch.Tensor | None:
+def fill(held: dict[str, Tensor], case: Case, rank: int) -> None:
+    """Write the random weights into the rank's tensors, piece by piece as its layout says."""
+    weights = random_weights(case.shape)
+    for tensor in held.values():
+        tensor.fill_(float("nan"))  # what the layout leaves out shows
+    mine = case.layout.rank(rank)
+    for piece in mine.pieces:
+        values = weights[piece.tensor][tuple(slice(*span) for span in piece.box)]
+        into = held[piece.local][tuple(slice(*span) for span in local_box(piece.box, piece.at))]
+        into.copy_(torch.from_numpy(values.reshape(into.shape)))
+    for padding in mine.paddings:
+        held[padding.local][tuple(slice(*span) for span in padding.box)] = 0
+
+
+def logits_of(chunks: list[GPTModel], case: Case) -> Tensor | None:
     """This rank's part of the logits [batch, tokens, vocabulary / tp]; None before the last."""
     tokens = torch.tensor(TOKENS)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    if mesh.pp > 1 and dist.get_rank() == 1:
-        hidden = torch.empty(tokens.shape[1], tokens.shape[0], shape.hidden_size)
-        dist.recv(hidden, src=0)
-        model.set_input_tensor(hidden)
-    out: torch.Tensor = model(tokens, positions, None)
-    if mesh.pp > 1 and dist.get_rank() == 0:
-        dist.send(out.contiguous(), dst=1)
-        return None
-    return out
+    mesh, rank = case.mesh, dist.get_rank()
+    stage, hidden = rank // mesh.stage_size, None
+    order = list(case.pipeline)
+    for (p, v, _), (next_p, _, _) in zip(order, [*order[1:], (-1, 0, None)], strict=True):
+        if p == stage:
+            if hidden is not None:
+                chunks[v].set_input_tensor(hidden)
+            hidden = chunks[v](tokens, positions, None)
+        if next_p < 0 or next_p == p:
+            continue
+        if p == stage:
+            send(hidden, rank + (next_p - p) * mesh.stage_size)
+        if next_p == stage:
+            hidden = receive(rank + (p - next_p) * mesh.stage_size)
+    return hidden if order[-1][0] == stage else None
+
+
+def send(hidden: Tensor, to: int) -> None:
+    dist.send(torch.tensor(hidden.shape), dst=to)
+    dist.send(hidden.contiguous(), dst=to)
+
+
+def receive(source: int) -> Tensor:
+    shape = torch.empty(3, dtype=torch.int64)
+    dist.recv(shape, src=source)
+    hidden = torch.empty(shape.tolist())
+    dist.recv(hidden, src=source)
+    return hidden
+
+
+def run_case(case: Case, out: Path) -> None:
+    rank, mesh = dist.get_rank(), case.mesh
+    parallel_state.initialize_model_parallel(
+        mesh.tp,
+        mesh.pp,
+        mesh.vpp if mesh.vpp > 1 else None,
+        expert_model_parallel_size=mesh.ep,
+        expert_tensor_parallel_size=mesh.etp,
+    )
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    config = config_of(case)
+    stage = case.pipeline.chunks[rank // mesh.stage_size]
+    chunks = [build(case, config, v, chunk) for v, chunk in enumerate(stage)]
+    held = tensors_of(chunks)
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    out.with_suffix(".json").write_text(json.dumps(shapes))
+    with torch.no_grad():
+        fill(held, case, rank)
+        for chunk in chunks:
+            if hasattr(chunk, "mtp"):
+                path = out.with_name(out.name + "-mtp.npy")
+                chunk.mtp.register_forward_hook(
+                    lambda module, args, result, path=path: np.save(path, result.numpy())
+                )
+        logits = logits_of(chunks, case)
+    if logits is not None:
+        np.save(out.with_suffix(".npy"), logits.numpy())
+    parallel_state.destroy_model_parallel()
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    for case, (shape, mesh) in enumerate(CASES):
-        parallel_state.initialize_model_parallel(mesh.tp, mesh.pp)
-        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-        model = build(shape, mesh)
-        out = Path(sys.argv[1]) / f"{case}-{rank}"
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-        out.with_suffix(".json").write_text(json.dumps(shapes))
-        with torch.no_grad():
-            fill(model, shape, mesh, rank)
-            logits = logits_of(model, shape, mesh)
-        if logits is not None:
-            np.save(out.with_suffix(".npy"), logits.numpy())
-        parallel_state.destroy_model_parallel()
+    for number, case in enumerate(CASES[dist.get_world_size()]):
+        run_case(case, Path(sys.argv[1]) / f"{number}-{dist.get_rank()}")
     dist.destroy_process_group()
 
 
