@@ -64,7 +64,11 @@ def _object(fields: Fields, name: str) -> Mapping[str, object]:
         return {}
     if not isinstance(value, dict) or any(isinstance(v, dict) for v in value.values()):
         raise fields.refusal(name, "one object for all layers is needed")
-    return {"rope_type" if k == "type" else k: v for k, v in value.items() if v is not None}
+    found = {key: each for key, each in value.items() if each is not None}
+    older = found.pop("type", None)
+    if older is not None and found.setdefault("rope_type", older) != older:
+        raise fields.refusal(name, "type contradicts rope_type; keep one")
+    return found
 
 
 def _fraction(fields: Fields, rope: Fields, family: Family) -> float:

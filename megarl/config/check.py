@@ -12,9 +12,15 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megarl.actor.parameters import parameter_table
+from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape, read_shape
-from megarl.config.check_model import LENGTHS, check_model_files, check_shape, longest_sample
+from megarl.config.check_model import (
+    LENGTHS,
+    check_model_files,
+    check_shape,
+    check_trained,
+    longest_sample,
+)
 from megarl.config.schema import Config
 from megarl.config.transformer_fields import field_violations
 from megarl.config.violation import Violation
@@ -29,15 +35,19 @@ def check_config(config: Config) -> list[Violation]:
     model = Path(config.actor.model)
     found: list[Violation] = []
     shape: ModelShape | None = None
+    untrained: list[Violation] = []
     try:
         shape = read_shape(model)
-        checkpoint_layout(model, parameter_table(shape))
+        untrained = list(check_trained(model, shape))
+        if not untrained:
+            checkpoint_layout(model, block_table(shape))
     except (ModelError, LayoutError) as error:
         found.append(Violation(str(error), ("actor.model",)))
+    found += untrained
     if model.is_dir():
         found += check_model_files(config, model)
     found += check_settings(config)
-    if shape is not None:
+    if shape is not None and not untrained:
         found += check_shape(config, shape)
     found += check_machine(config, os.environ)
     return found

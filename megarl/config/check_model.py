@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megarl.actor.families import FAMILIES
 from megarl.actor.shape import ModelShape
 from megarl.config.schema import Config
 from megarl.config.violation import Violation
@@ -24,6 +25,23 @@ def check_shape(config: Config, shape: ModelShape) -> list[Violation]:
     """Settings against the shape of the model: what divides, and how long a sample can be."""
     checks = (_positions, _learner_layout, _rollout_layout)
     return [violation for check in checks for violation in check(config, shape)]
+
+
+def check_trained(model: Path, shape: ModelShape) -> Iterator[Violation]:
+    """Whether the learner computes the model: dense families, in weights that it can update."""
+    if not FAMILIES[shape.architecture].trained:
+        trained = ", ".join(name for name, family in FAMILIES.items() if family.trained)
+        yield Violation(
+            f"{model} is a {shape.architecture}, which the learner does not compute yet (megarl "
+            f"plans its layouts only); use one of {trained}",
+            ("actor.model",),
+        )
+    elif shape.fp8_block is not None:
+        yield Violation(
+            f"{model} has float8 weights (quantization_config), which the learner does not train; "
+            "use the checkpoint in bfloat16",
+            ("actor.model",),
+        )
 
 
 def check_model_files(config: Config, model: Path) -> Iterator[Violation]:

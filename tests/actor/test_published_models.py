@@ -1,122 +1,110 @@
-"""Published configs of large models: accepted at their published size, or refused by name."""
+"""Published configs of large models: read at their published size."""
 
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
-from megarl.actor.parameters import parameter_table
-from megarl.actor.shape import Llama3Rope, ModelShape, read_shape
-from megarl.errors import ModelError
+from megarl.actor.parameters import BlockTable, block_table
+from megarl.actor.shape import Llama3Rope, ModelShape, Yarn, read_shape
+from tests.actor.published import FP8, PUBLISHED
 
-# The fields of the published config.json files that decide sizes and mathematics.
-COMMON = {"hidden_act": "silu", "tie_word_embeddings": False}
-LLAMA = {
-    **COMMON,
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "num_key_value_heads": 8,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-}
-QWEN = {
-    **COMMON,
-    "rope_theta": 1000000,
-    "rms_norm_eps": 1e-6,
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "max_window_layers": 28,
+# Elements as the hubs' safetensors metadata counts them (tied embeddings once).
+NUM_ELEMENTS = {
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.3-70B": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "DeepSeek-V3": 684_531_386_000,
+    "GLM-4.5": 358_337_791_296,
+    "GLM-4.5-Air": 110_468_824_832,
 }
 
 
-def sizes(layers: int, hidden: int, heads: int, kv_heads: int, inner: int) -> dict[str, int]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": inner,
-    }
+def read(name: str, folder: Path) -> ModelShape:
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    return read_shape(folder)
 
 
-QWEN2 = {**QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-QWEN3 = {
-    **QWEN,
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "attention_bias": False,
-}
-LONG = {"max_position_embeddings": 32768}
-
-# Parameters as the hubs' safetensors metadata counts them (tied embeddings once).
-PUBLISHED: dict[str, tuple[dict[str, object], int]] = {
-    "Llama-3.1-8B": ({**LLAMA, **sizes(32, 4096, 32, 8, 14336)}, 8_030_261_248),
-    "Llama-3.3-70B": ({**LLAMA, **sizes(80, 8192, 64, 8, 28672)}, 70_553_706_496),
-    "Llama-3.1-405B": ({**LLAMA, **sizes(126, 16384, 128, 8, 53248)}, 405_853_388_800),
-    "Qwen2.5-7B": (
-        {**QWEN2, **LONG, **sizes(28, 3584, 28, 4, 18944), "vocab_size": 152064},
-        7_615_616_512,
-    ),
-    "Qwen2.5-0.5B": (
-        {
-            **QWEN2,
-            **LONG,
-            **sizes(24, 896, 14, 2, 4864),
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
-        494_032_768,
-    ),
-    "Qwen3-8B": (
-        {**QWEN3, **LONG, **sizes(36, 4096, 32, 8, 12288), "vocab_size": 151936},
-        8_190_735_360,
-    ),
-    "Qwen3-32B": (
-        {**QWEN3, **LONG, **sizes(64, 5120, 64, 8, 25600), "vocab_size": 151936},
-        32_762_123_264,
-    ),
-}
+def num_elements(table: BlockTable, precision: str | None = None) -> int:
+    return sum(
+        parameter.num_elements
+        for parameter in table.parameters
+        if precision in (None, parameter.precision)
+    )
 
 
-def num_parameters(shape: ModelShape) -> int:
-    return sum(parameter.num_elements for parameter in parameter_table(shape))
+def num_duplicated(table: BlockTable, shape: ModelShape) -> int:
+    """Elements of the second copies of the embedding and the head."""
+    return len(table.duplicates) * shape.vocab_size * shape.hidden_size
+
+
+@pytest.mark.parametrize("name", NUM_ELEMENTS)
+def test_published_model_has_its_published_number_of_elements(name: str, tmp_path: Path) -> None:
+    shape = read(name, tmp_path)
+    table = block_table(shape, shape.fp8_block)
+    assert num_elements(table) + num_duplicated(table, shape) == NUM_ELEMENTS[name]
+
+
+def test_elements_of_deepseek_v3_are_stored_in_the_published_precisions(tmp_path: Path) -> None:
+    shape = read("DeepSeek-V3", tmp_path)
+    table = block_table(shape, shape.fp8_block)
+    assert num_elements(table, "float8") == 680_571_043_840
+    assert num_elements(table, "float32") == 41_555_600
+    assert num_elements(table, "policy") + num_duplicated(table, shape) == 3_918_786_560
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_model_has_its_published_number_of_parameters(name: str, tmp_path: Path) -> None:
-    config, published = PUBLISHED[name]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = read_shape(tmp_path)
-    assert num_parameters(shape) == published
-    assert shape.rope_scaling == (Llama3Rope(8.0) if name.startswith("Llama") else None)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "extra"),
-    [
-        ("Qwen3MoeForCausalLM", {"model_type": "qwen3_moe", "num_experts": 128}),
-        ("DeepseekV3ForCausalLM", {"model_type": "deepseek_v3", "kv_lora_rank": 512}),
-        ("Glm4MoeForCausalLM", {"model_type": "glm4_moe", "n_routed_experts": 160}),
-    ],
-)
-def test_mixture_of_experts_and_latent_attention_are_refused_by_name(
-    architecture: str, extra: dict[str, object], tmp_path: Path
+def test_published_model_has_as_many_elements_as_the_hugging_face_model(
+    name: str, tmp_path: Path
 ) -> None:
-    config = {**PUBLISHED["Qwen3-8B"][0], "architectures": [architecture], **extra}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=architecture):
-        read_shape(tmp_path)
+    shape = read(name, tmp_path)
+    # transformers writes into the objects that it is given.
+    config = {k: deepcopy(v) for k, v in PUBLISHED[name].items() if k not in FP8}
+    stem = shape.architecture.removesuffix("ForCausalLM")
+    with torch.device("meta"):
+        model = getattr(transformers, shape.architecture)(
+            getattr(transformers, f"{stem}Config")(**config)
+        )
+    tensors = dict(model.named_parameters())  # tied ones once
+    tensors |= {k: v for k, v in model.state_dict().items() if k.endswith("correction_bias")}
+    found = sum(tensor.numel() for tensor in tensors.values())
+    layers = [p for p in block_table(shape).parameters if (p.layer or 0) < shape.num_layers]
+    assert sum(parameter.num_elements for parameter in layers) == found
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shape_of_a_published_model_survives_json(name: str, tmp_path: Path) -> None:
+    shape = read(name, tmp_path)
+    assert ModelShape.from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
+
+
+def test_what_decides_the_mathematics_of_published_models_is_read(tmp_path: Path) -> None:
+    assert read("Llama-3.1-8B", tmp_path).rope_scaling == Llama3Rope(8.0)
+    deepseek = read("DeepSeek-V3", tmp_path)
+    assert deepseek.rope_scaling == Yarn(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
+    assert (deepseek.num_mtp_layers, deepseek.fp8_block) == (1, (128, 128))
+    assert (deepseek.head_dim, deepseek.num_kv_heads) == (192, 128)
+    assert deepseek.layer_kinds == ("dense",) * 3 + ("moe",) * 58
+    assert deepseek.moe is not None
+    assert (deepseek.moe.num_groups, deepseek.moe.groups_per_token) == (8, 4)
+    assert (deepseek.moe.scaling, deepseek.moe.scoring) == (2.5, "sigmoid")
+    moonlight = read("Moonlight-16B-A3B", tmp_path)
+    assert moonlight.mla is not None and moonlight.mla.q_lora_rank is None
+    assert moonlight.moe is not None and moonlight.moe.shared_intermediate_size == 2816
+    assert moonlight.rope_scaling is None and moonlight.fp8_block is None
+    glm = read("GLM-4.5", tmp_path)
+    assert (glm.qkv_bias, glm.qk_norm, glm.rotary_fraction) == (True, True, 0.5)
+    qwen = read("Qwen3-30B-A3B", tmp_path)
+    assert qwen.layer_kinds == ("moe",) * 48
+    assert qwen.moe is not None and (qwen.moe.normalize, qwen.moe.scoring) == (True, "softmax")

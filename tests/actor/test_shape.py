@@ -149,6 +149,7 @@ def test_field_that_changes_the_mathematics_is_named_with_its_value(
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"full_attention": {"rope_type": "default"}}, "one object"),
         ({"rope_theta": 500000.0}, "rope_theta"),
+        ({**LLAMA3, "type": "default"}, "type contradicts rope_type"),
     ],
 )
 def test_rotary_embedding_that_megatron_does_not_compute_is_refused(
@@ -166,7 +167,7 @@ def test_contradicting_rope_fields_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "architecture",
-    ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "MistralForCausalLM", "LlamaModel"],
+    ["Qwen2MoeForCausalLM", "DeepseekV2ForCausalLM", "MistralForCausalLM", "LlamaModel"],
 )
 def test_other_architecture_is_refused_with_those_supported(
     tmp_path: Path, architecture: str
