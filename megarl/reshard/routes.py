@@ -112,6 +112,7 @@ class _Router:
         self.traffic = Traffic()
         self.readers: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
         self.single: dict[int, Route] = {}
+        self.ranks: dict[tuple[int, int], tuple[int, ...]] = {}
         self.patterns: list[dict[tuple[int, int], tuple[Delivery, ...]]] = [{} for _ in segments]
         self.found: list[list[Route | None]] = [
             [None] * pairings[segment.pairing].num_flows for segment in segments
@@ -131,29 +132,33 @@ class _Router:
         """Route what has one sender and one member on each node; list the rest to be sorted."""
         segment = self.segments[number]
         pairing = self.pairings[segment.pairing]
-        sources, destinations = pairing.source.groups[0], pairing.destination.groups[0]
+        sources = pairing.source.groups[0]
         left = pairing.flow_source.tolist()
         right = pairing.flow_destination.tolist()
         sizes = pairing.flow_bytes.tolist()
         fixed: dict[tuple[int, int], Route] = {}
-        total: dict[tuple[int, int], int] = {}
+        out: dict[tuple[int, int], int] = {}
+        into: dict[int, int] = {}
         rest = []
         for flow, (a, b, size) in enumerate(zip(left, right, sizes, strict=True)):
             deliveries = self._pattern(number, a, b)
-            if len(sources[a]) > 1 or any(len(d.members) > 1 or d.near for d in deliveries):
+            single = not any(len(d.members) > 1 or d.near for d in deliveries)
+            if single:
+                into[b] = into.get(b, 0) + size
+            if not single or len(sources[a]) > 1:
                 rest.append((len(sources[a]), -size, number, flow))
                 continue
             if (a, b) not in fixed:
                 fixed[a, b] = self._only_way(deliveries, len(segment.blocks))
             self.found[number][flow] = fixed[a, b]
-            total[a, b] = total.get((a, b), 0) + size
-        for (a, b), size in total.items():
-            (sender,) = group_ranks(sources[a], segment.source)
-            receivers = group_ranks(destinations[b], segment.destination)
-            moved = size * len(segment.blocks)
-            _add(self.traffic.network_out, sender, moved * len(receivers))
-            for rank in receivers:
-                _add(self.traffic.network_in, rank, moved)
+            out[a, b] = out.get((a, b), 0) + size
+        blocks = len(segment.blocks)
+        for (a, b), size in out.items():
+            (sender,) = self._senders(number, a)
+            _add(self.traffic.network_out, sender, size * blocks * len(self._receivers(number, b)))
+        for b, size in into.items():
+            for rank in self._receivers(number, b):
+                _add(self.traffic.network_in, rank, size * blocks)
         return rest
 
     def _only_way(self, deliveries: tuple[Delivery, ...], blocks: int) -> Route:
@@ -163,15 +168,28 @@ class _Router:
             self.single[id(deliveries)] = Route((0,) * (blocks * len(single)), single, len(single))
         return self.single[id(deliveries)]
 
+    def _senders(self, number: int, a: int) -> tuple[int, ...]:
+        """The ranks of a segment's source group."""
+        if (number, a) not in self.ranks:
+            segment = self.segments[number]
+            group = self.pairings[segment.pairing].source.groups[0][a]
+            self.ranks[number, a] = group_ranks(group, segment.source)
+        return self.ranks[number, a]
+
+    def _receivers(self, number: int, b: int) -> tuple[int, ...]:
+        """The ranks of a segment's destination group."""
+        if (number, -1 - b) not in self.ranks:
+            segment = self.segments[number]
+            group = self.pairings[segment.pairing].destination.groups[0][b]
+            self.ranks[number, -1 - b] = group_ranks(group, segment.destination)
+        return self.ranks[number, -1 - b]
+
     def _pattern(self, number: int, a: int, b: int) -> tuple[Delivery, ...]:
         """The nodes that need a flow from group a to group b, and who of group a is on each."""
         key = (a if self.shares_nodes else -1, b)
         if key not in self.patterns[number]:
-            segment = self.segments[number]
-            pairing = self.pairings[segment.pairing]
             self.patterns[number][key] = self._nodes(
-                group_ranks(pairing.source.groups[0][a], segment.source),
-                group_ranks(pairing.destination.groups[0][b], segment.destination),
+                self._senders(number, a), self._receivers(number, b)
             )
         return self.patterns[number][key]
 
@@ -194,23 +212,26 @@ class _Router:
         segment = self.segments[number]
         pairing = self.pairings[segment.pairing]
         a, b = int(pairing.flow_source[flow]), int(pairing.flow_destination[flow])
-        senders = group_ranks(pairing.source.groups[0][a], segment.source)
-        receivers = group_ranks(pairing.destination.groups[0][b], segment.destination)
+        senders, receivers = self._senders(number, a), self._receivers(number, b)
         size, blocks = int(pairing.flow_bytes[flow]), len(segment.blocks)
-        first = pairing.source.first_row[pairing.source_box[pairing.start[flow]]]
-        tensor = (number, int(pairing.source.tensor[first]), a)
-        deliveries = [
-            self._direct(d, tensor, senders, receivers, size, blocks)
-            if d.near
-            else self._ingress(d, receivers, size, blocks)
-            for d in self._pattern(number, a, b)
-        ]
+        deliveries = self._pattern(number, a, b)
+        if any(len(d.members) > 1 or d.near for d in deliveries):
+            first = pairing.source.first_row[pairing.source_box[pairing.start[flow]]]
+            tensor = (number, int(pairing.source.tensor[first]), a)
+            deliveries = tuple(
+                self._direct(d, tensor, senders, receivers, size, blocks)
+                if d.near
+                else self._ingress(d, receivers, size, blocks)
+                for d in deliveries
+            )
+        else:
+            deliveries = self._only_way(deliveries, blocks).deliveries
         network = sum(1 for d in deliveries if not d.near)
         out = self.traffic.network_out
         counts = shares([out.get(rank, 0) for rank in senders], blocks * network, size)
         for rank, sends in zip(senders, counts, strict=True):
             _add(out, rank, size * sends)
-        self.found[number][flow] = Route(interleaved(counts), tuple(deliveries), network)
+        self.found[number][flow] = Route(interleaved(counts), deliveries, network)
 
     def _ingress(
         self, delivery: Delivery, receivers: Sequence[int], size: int, blocks: int
