@@ -27,17 +27,16 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.actor.parameters import parameter_table
+from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape
 from megarl.compat import megatron_cpu
 from megarl.config.schema import LearnerConfig
 from megarl.errors import ConfigError, LayoutError
 from megarl.learner.distributed import Ranks
 from megarl.reshard import execute
-from megarl.reshard.files import checkpoint_files, checkpoint_layout, map_tensors
-from megarl.reshard.layout import Layout
-from megarl.reshard.megatron import megatron_rank, padded_vocab_size
-from megarl.reshard.plan import make_plan
+from megarl.reshard.files import layout_of_headers, map_tensors, read_headers
+from megarl.reshard.megatron import megatron_layout, megatron_rank, padded_vocab_size
+from megarl.reshard.plan import Move, make_plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -191,7 +190,7 @@ class _Stored:
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self._array = array
 
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+    def __getitem__(self, index: tuple[slice | int, ...]) -> Tensor:
         part = torch.from_numpy(np.array(self._array[index]))
         return part.view(torch.bfloat16) if part.dtype == torch.uint16 else part
 
@@ -204,12 +203,15 @@ def load_checkpoint(
     Only the slices that this rank holds are read. Numbers are converted to the weights' type;
     elements of no parameter become zero. Raises ModelError where the checkpoint is not whole.
     """
-    layout = megatron_rank(shape, ranks.mesh, ranks.rank)
-    source = checkpoint_layout(model_dir, parameter_table(shape))
-    one_rank = Layout(f"megatron rank {ranks.rank}", source.parameters, (layout,))
-    plan = make_plan(source, one_rank)
+    mine = megatron_layout(shape, ranks.mesh).only(ranks.rank)
+    headers = read_headers(model_dir)
+    plan = make_plan(layout_of_headers(headers, block_table(shape)), mine)
+    moves: dict[int, list[Move]] = {}
+    for move in plan.receives(ranks.rank):
+        moves.setdefault(move.src, []).append(move)
     with torch.no_grad():
-        execute.clear_paddings(layout, weights)
-        for src, path in enumerate(checkpoint_files(model_dir)):
-            stored = {name: _Stored(array) for name, array in map_tensors(path).items()}
-            execute.run(plan.between(src, ranks.rank), stored, weights)
+        execute.clear_paddings(mine.rank(ranks.rank), weights)
+        for src, (path, header) in enumerate(headers.items()):
+            read = {move.src_local: header[move.src_local] for move in moves.get(src, ())}
+            stored = {name: _Stored(array) for name, array in map_tensors(path, read).items()}
+            execute.run(moves.get(src, ()), stored, weights)

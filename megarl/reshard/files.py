@@ -8,6 +8,7 @@ just the slices that the plan names.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,20 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from megarl.actor.parameters import Parameter
+from megarl.actor.parameters import SCALE_SUFFIX, BlockTable, Parameter
 from megarl.errors import ModelError
+from megarl.reshard.explicit import explicit_layout
 from megarl.reshard.layout import Layout, LocalTensor, Piece, RankLayout, whole
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors reference implementation
 
-# numpy has no bfloat16: its bits are mapped as uint16.
-STORED: Mapping[str, np.dtype[Any]] = {
+# numpy has no bfloat16 and no float8: their bits are mapped as unsigned integers.
+FLOATS: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
 }
+FLOAT8 = "F8_E4M3"  # of a block-quantized weight; its scales are a tensor of their own
+STORED: Mapping[str, np.dtype[Any]] = {**FLOATS, FLOAT8: np.dtype("u1")}
 
 # Tensors that published checkpoints carry and that no engine loads.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -66,39 +70,65 @@ def checkpoint_files(model_dir: str | Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in names)
 
 
-def checkpoint_layout(model_dir: str | Path, parameters: tuple[Parameter, ...]) -> Layout:
+def checkpoint_layout(model_dir: str | Path, table: BlockTable) -> Layout:
     """The layout of the checkpoint's files: rank i is `checkpoint_files(model_dir)[i]`.
 
-    Raises ModelError where a file is missing, truncated or not safetensors, where a parameter is
-    missing, stored twice, of another shape or quantized, and where a tensor is not of this model.
+    Raises ModelError where a file is missing, truncated or not safetensors, and as
+    `layout_of_headers` does.
     """
-    folder = Path(model_dir)
-    files = checkpoint_files(folder)
-    wanted = {parameter.name: parameter for parameter in parameters}
+    return layout_of_headers(read_headers(model_dir), table)
+
+
+def read_headers(model_dir: str | Path) -> dict[Path, dict[str, StoredTensor]]:
+    """The tensors of each of the checkpoint's files, files and tensors sorted by name.
+
+    Raises ModelError where a file is missing, truncated or not safetensors.
+    """
+    return {path: dict(sorted(read_header(path).items())) for path in checkpoint_files(model_dir)}
+
+
+def layout_of_headers(
+    headers: Mapping[Path, Mapping[str, StoredTensor]], table: BlockTable
+) -> Layout:
+    """The layout of files whose headers are read: rank i is the i-th. An expert is a tensor.
+
+    Raises ModelError where a parameter is missing, stored twice, of another shape, or quantized
+    where the table's is not and the other way round, and where a tensor is not of this model.
+    """
+    wanted = {
+        name: (parameter, expert if parameter.stacked else None)
+        for parameter in table.parameters
+        for expert, name in enumerate(parameter.stored_names())
+    }
+    copies = _copies(table)
     found: dict[str, Path] = {}
     ranks = []
-    for rank, path in enumerate(files):
+    for rank, (path, header) in enumerate(headers.items()):
         tensors, pieces = [], []
-        for name, stored in sorted(read_header(path).items()):
+        for name, stored in header.items():
             if name in wanted:
-                _check_tensor(path, wanted[name], stored, found)
+                parameter, expert = wanted[name]
+                _check_tensor(path, name, parameter, stored, found)
                 found[name] = path
                 tensors.append(LocalTensor(name, stored.shape))
-                zeros = (0,) * len(stored.shape)
-                pieces.append(Piece(name, whole(stored.shape), name, zeros))
-            elif not _may_be_ignored(name, wanted):
-                raise ModelError(
-                    f"{path}: tensor {name} is not a parameter of the model that config.json "
-                    "describes; weights and config.json do not belong together"
-                )
+                lead = () if expert is None else ((expert, expert + 1),)
+                box = (*lead, *whole(stored.shape))
+                pieces.append(Piece(parameter.name, box, name, (0,) * len(stored.shape)))
+            elif name in copies:
+                _check_shape(path, name, copies[name].shape, stored)
+            elif not name.endswith(IGNORED_SUFFIXES):
+                raise _unknown(path, name, table)
         ranks.append(RankLayout(rank, tuple(tensors), tuple(pieces)))
     missing = [name for name in wanted if name not in found]
     if missing:
+        folders = ", ".join(sorted({str(path.parent) for path in headers}))
         raise ModelError(
-            f"{folder}: {len(missing)} of {len(wanted)} tensors are in none of its files, the "
+            f"{folders}: {len(missing)} of {len(wanted)} tensors are in none of its files, the "
             f"first is {missing[0]}; fetch the checkpoint again"
         )
-    return Layout(f"files {', '.join(path.name for path in files)}", parameters, tuple(ranks))
+    names = [path.name for path in headers]
+    shown = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
+    return explicit_layout(f"files {shown}", table, ranks)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -142,11 +172,17 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return entries
 
 
-def map_tensors(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """The file's tensors, mapped read-only: float32, float16, and bfloat16 as uint16 bits."""
+def map_tensors(
+    path: Path, header: Mapping[str, StoredTensor] | None = None
+) -> dict[str, np.ndarray[Any, Any]]:
+    """The file's tensors, mapped read-only: float32, float16, and other types as their bits.
+
+    bfloat16 is mapped as uint16, float8_e4m3fn as uint8. `header` is the file's, where it is read
+    already.
+    """
     return {
         name: np.memmap(path, STORED[stored.dtype], "r", stored.start, stored.shape)
-        for name, stored in read_header(path).items()
+        for name, stored in (read_header(path) if header is None else header).items()
         if stored.dtype in STORED
     }
 
@@ -163,22 +199,65 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
 
 
 def _check_tensor(
-    path: Path, parameter: Parameter, stored: StoredTensor, found: Mapping[str, Path]
+    path: Path, name: str, parameter: Parameter, stored: StoredTensor, found: Mapping[str, Path]
 ) -> None:
-    name = parameter.name
     if name in found:
         raise ModelError(f"{name} is in both {found[name]} and {path}; remove the file left over")
-    if stored.shape != parameter.shape:
+    _check_shape(path, name, parameter.shape[1:] if parameter.stacked else parameter.shape, stored)
+    if parameter.precision == "float8":
+        if stored.dtype != FLOAT8:
+            raise ModelError(
+                f"{path}: {name} is stored as {stored.dtype}, the quantization_config of "
+                f"config.json makes it {FLOAT8}; weights and config.json do not belong together"
+            )
+    elif stored.dtype not in FLOATS:
+        reason = "without a quantization_config that says so, " if stored.dtype == FLOAT8 else ""
+        raise ModelError(
+            f"{path}: {name} is stored as {stored.dtype}; {reason}use a checkpoint in "
+            f"{', '.join(FLOATS)}"
+        )
+
+
+def _check_shape(path: Path, name: str, shape: tuple[int, ...], stored: StoredTensor) -> None:
+    if stored.shape != shape:
         raise ModelError(
             f"{path}: {name} has shape {list(stored.shape)}, config.json makes it "
-            f"{list(parameter.shape)}; weights and config.json do not belong together"
-        )
-    if stored.dtype not in STORED:
-        raise ModelError(
-            f"{path}: {name} is stored as {stored.dtype}; use a checkpoint in {', '.join(STORED)}"
+            f"{list(shape)}; weights and config.json do not belong together"
         )
 
 
-def _may_be_ignored(name: str, wanted: Mapping[str, Parameter]) -> bool:
-    tied_head = name == "lm_head.weight"  # a tied head is a second name of the embedding
-    return name.endswith(IGNORED_SUFFIXES) or (tied_head and name not in wanted)
+def _copies(table: BlockTable) -> dict[str, Parameter]:
+    """Known second copies of a parameter, by name, with the parameter that they are a copy of."""
+    ends = {
+        parameter.kind: parameter
+        for kind in ("embedding", "head")
+        for parameter in table.kinds.get(kind, ())
+    }
+    copies = {}
+    if "head" not in ends and "embedding" in ends:
+        copies["lm_head.weight"] = ends["embedding"]  # a tied head is the embedding's second name
+    if "embedding" in ends:  # they repeat it or the head, whose shapes are equal
+        copies |= dict.fromkeys(table.duplicates, ends["embedding"])
+    return copies
+
+
+def _unknown(path: Path, name: str, table: BlockTable) -> ModelError:
+    """The error for a tensor that is no parameter."""
+    layers = [block.layer for block in table.blocks if block.layer is not None]
+    number = re.match(r"model\.layers\.(\d+)\.", name)
+    if number and layers and int(number[1]) > max(layers):
+        return ModelError(
+            f"{path}: tensor {name} is of layer {number[1]}, and config.json describes layers 0 to "
+            f"{max(layers)}; if it is a layer for multi-token prediction, set config.json's "
+            "num_nextn_predict_layers to how many there are, or remove these tensors from the "
+            "checkpoint"
+        )
+    if name.endswith(SCALE_SUFFIX):
+        return ModelError(
+            f"{path}: {name} has the scales of a {FLOAT8} weight, of which config.json says "
+            "nothing; fetch the config.json that has their quantization_config"
+        )
+    return ModelError(
+        f"{path}: tensor {name} is not a parameter of the model that config.json describes; "
+        "weights and config.json do not belong together"
+    )

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 import struct
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_tensors
 
-from megarl.actor.parameters import parameter_table
+from megarl.actor.parameters import BlockTable, block_table
+from megarl.actor.shape import ModelShape
 from megarl.errors import ModelError
-from megarl.reshard.files import checkpoint_files, checkpoint_layout, map_tensors, read_header
-from megarl.reshard.layout import full_layout
+from megarl.reshard.explicit import full_layout
+from megarl.reshard.files import (
+    StoredTensor,
+    checkpoint_files,
+    checkpoint_layout,
+    layout_of_headers,
+    map_tensors,
+    read_header,
+)
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh
 from megarl.reshard.plan import make_plan
@@ -28,7 +40,7 @@ from tests.reshard.models import (
 )
 
 SHAPE = tiny_shape()
-TABLE = parameter_table(SHAPE)
+TABLE = block_table(SHAPE)
 
 
 def tensors() -> Arrays:
@@ -53,9 +65,9 @@ def save_sharded(folder: Path, arrays: Arrays, num_files: int = 3) -> dict[str, 
     return weight_map
 
 
-def refused(folder: Path, *words: str) -> None:
+def refused(folder: Path, *words: str, table: BlockTable = TABLE) -> None:
     with pytest.raises(ModelError) as caught:
-        checkpoint_layout(folder, TABLE)
+        checkpoint_layout(folder, table)
     for word in words:
         assert word in str(caught.value)
 
@@ -93,7 +105,7 @@ def test_rotary_tables_and_a_stored_tied_head_are_ignored(tmp_path: Path) -> Non
     tied = tiny_shape(tie_embeddings=True)
     arrays = tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     save_single(tmp_path, arrays)
-    checkpoint_layout(tmp_path, parameter_table(tied))
+    checkpoint_layout(tmp_path, block_table(tied))
 
 
 def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
@@ -161,6 +173,151 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     arrays = dict(map_tensors(tmp_path / extra))
     save_file(arrays | {"model.norm.weight": np.ones(8, np.float32)}, tmp_path / extra)
     refused(tmp_path, "model.norm.weight", "both")
+
+
+def by_expert(
+    shape: ModelShape, fp8_block: tuple[int, int] | None = None
+) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by its name there: numbered, and float8 where it is quantized.
+
+    A float8 tensor is numbered from 0 to 126 over and over: as bits those are all finite.
+    """
+    found: dict[str, torch.Tensor] = {}
+    first = 1
+    for parameter in block_table(shape, fp8_block).parameters:
+        count = parameter.num_elements
+        numbers = torch.arange(first, first + count).reshape(parameter.shape)
+        first += count
+        if parameter.precision == "float8":
+            numbers = (numbers % 127).to(torch.uint8).view(torch.float8_e4m3fn)
+        else:
+            numbers = numbers.float()
+        names = parameter.stored_names()
+        parts = list(numbers) if parameter.stacked else [numbers]
+        found |= {name: part.contiguous() for name, part in zip(names, parts, strict=True)}
+    return found
+
+
+MIXED = tiny_shape("DeepseekV3ForCausalLM", num_layers=3, num_mtp_layers=1)
+COPIES = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
+
+
+def save_torch(folder: Path, arrays: dict[str, torch.Tensor], num_files: int = 4) -> None:
+    weight_map = {}
+    for i in range(num_files):
+        name = f"model-{i}.safetensors"
+        mine = dict(list(arrays.items())[i::num_files])
+        save_tensors(mine, folder / name)
+        weight_map |= dict.fromkeys(mine, name)
+    index = {"weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_experts_one_by_one_are_read_into_megatron_ranks(tmp_path: Path) -> None:
+    copy = torch.zeros(MIXED.vocab_size, MIXED.hidden_size)
+    save_torch(tmp_path, by_expert(MIXED) | {name: copy.clone() for name in COPIES})
+    layout = checkpoint_layout(tmp_path, block_table(MIXED))
+    prove_layout(layout)
+    mesh = LearnerMesh(tp=2, ep=2)
+    files = [map_tensors(path) for path in checkpoint_files(tmp_path)]
+    for forms in (("te", "per_expert"), ("te", "grouped")):
+        learner = megatron_layout(MIXED, mesh, forms=forms)
+        found = execute(make_plan(layout, learner), files, learner)
+        wanted = [
+            megatron_slices(MIXED, mesh, rank, numbered(MIXED), 128, forms=forms)
+            for rank in range(2)
+        ]
+        assert_equal(found, wanted)
+
+
+def test_float8_weights_are_mapped_as_bits_with_their_scales(tmp_path: Path) -> None:
+    stored = by_expert(MIXED, (4, 2))
+    save_torch(tmp_path, stored)
+    table = block_table(MIXED, (4, 2))
+    layout = checkpoint_layout(tmp_path, table)
+    prove_layout(layout)
+    files = [map_tensors(path) for path in checkpoint_files(tmp_path)]
+    whole = full_layout(table)
+    (found,) = execute(make_plan(layout, whole), files, whole)
+    for parameter in table.parameters:
+        names = parameter.stored_names()
+        parts = [stored[name] for name in names]
+        bits = [p.view(torch.uint8) if p.dtype == torch.float8_e4m3fn else p for p in parts]
+        wanted = torch.stack(bits) if parameter.stacked else bits[0]
+        np.testing.assert_array_equal(found[parameter.name], wanted.numpy())
+    assert {a.dtype.name for arrays in files for a in arrays.values()} == {"uint8", "float32"}
+
+
+def test_float8_weights_are_refused_where_config_json_says_nothing_of_them(tmp_path: Path) -> None:
+    save_torch(tmp_path, by_expert(MIXED, (4, 2)))
+    refused(tmp_path, "F8_E4M3", "quantization_config", table=block_table(MIXED))
+
+
+def test_weights_without_scales_are_refused_where_config_json_says_float8(tmp_path: Path) -> None:
+    save_torch(tmp_path, by_expert(MIXED))
+    refused(tmp_path, "F32", "F8_E4M3", table=block_table(MIXED, (4, 2)))
+
+
+def test_prediction_layer_that_config_json_does_not_count_is_named(tmp_path: Path) -> None:
+    save_torch(tmp_path, by_expert(MIXED))
+    without = block_table(replace(MIXED, num_mtp_layers=0))
+    refused(tmp_path, "layer 3", "0 to 2", "num_nextn_predict_layers", table=without)
+
+
+def test_missing_expert_and_expert_of_another_shape_are_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    table, stored = block_table(MIXED), by_expert(MIXED)
+    save_torch(tmp_path, {n: t for n, t in stored.items() if n != name})
+    refused(tmp_path, name, "1 of", table=table)
+    save_torch(tmp_path, stored | {name: torch.zeros(8, 9)})
+    refused(tmp_path, name, "[8, 9]", "[8, 8]", table=table)
+
+
+def test_copy_of_the_embedding_of_another_shape_is_named(tmp_path: Path) -> None:
+    save_torch(tmp_path, by_expert(MIXED) | {COPIES[0]: torch.zeros(5, 8)})
+    refused(tmp_path, COPIES[0], "[5, 8]", "[100, 8]", table=block_table(MIXED))
+
+
+def test_layers_that_lie_alike_in_their_files_share_a_template() -> None:
+    shape = tiny_shape("DeepseekV3ForCausalLM", num_layers=12)
+    headers: dict[Path, dict[str, StoredTensor]] = {}
+    for parameter in block_table(shape).parameters:
+        layer = parameter.layer
+        number = 0 if layer is None else layer // 2
+        file = headers.setdefault(Path(f"model-{number}.safetensors"), {})
+        for name in parameter.stored_names():
+            stored = parameter.shape[1:] if parameter.stacked else parameter.shape
+            file[name] = StoredTensor("BF16", stored, 0, 0)
+    layout = layout_of_headers(headers, block_table(shape))
+    kinds = [template.kind for template in layout.templates]
+    assert sorted(kinds) == ["dense", "embedding", "final_norm", "head", "moe"]
+
+
+def test_layout_of_163_files_with_92_000_tensors_takes_seconds() -> None:
+    shape = tiny_shape(
+        "DeepseekV3ForCausalLM",
+        num_layers=61,
+        num_mtp_layers=1,
+        moe=replace(MIXED.moe, num_experts=256, dense_layers=(0, 1, 2)),  # type: ignore[type-var]
+    )
+    table = block_table(shape, (4, 2))
+    dtypes = {"float8": "F8_E4M3", "float32": "F32", "policy": "BF16"}
+    tensors = [
+        (name, StoredTensor(dtypes[p.precision], p.shape[1:] if p.stacked else p.shape, 0, 0))
+        for p in table.parameters
+        for name in p.stored_names()
+    ]
+    assert len(tensors) > 90_000
+    size = -(-len(tensors) // 163)
+    headers = {
+        Path(f"model-{i:05d}.safetensors"): dict(tensors[i * size : (i + 1) * size])
+        for i in range(163)
+    }
+    start = time.process_time()
+    layout = layout_of_headers(headers, table)
+    took_s = time.process_time() - start
+    assert len(layout.rank_ids) == 163
+    assert took_s < 20  # about 3 s on an idle core
 
 
 def test_header_gives_dtype_shape_and_bytes(tmp_path: Path) -> None:
