@@ -11,7 +11,8 @@ import torch
 from megarl.actor.parameters import parameter_table
 from megarl.actor.shape import ModelShape
 from megarl.reshard.execute import run
-from megarl.reshard.layout import Layout, full_layout
+from megarl.reshard.explicit import full_layout
+from megarl.reshard.layout import Layout
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.plan import make_plan
 from megarl.weight_sync.control import SourceSpec
@@ -38,7 +39,7 @@ def weights(shape: ModelShape, seed: int) -> Tensors:
 def on_learner(source: SourceSpec, tensors: Mapping[str, torch.Tensor]) -> list[Tensors]:
     """The parameters of every learner rank, placed by the planner; padding rows hold garbage."""
     layout = megatron_layout(source.shape, source.mesh, source.vocab_divisor)
-    plan = make_plan(full_layout(layout.parameters), layout)
+    plan = make_plan(full_layout(layout.table), layout)
     ranks = []
     for rank in layout.ranks:
         mine = {tensor.name: torch.full(tensor.shape, 7.0) for tensor in rank.tensors}
