@@ -137,7 +137,7 @@ def pair(
     dims = max((len(p.shape) for p in parameters), default=1)
     numbers = {parameter.name: i for i, parameter in enumerate(parameters)}
     ours, theirs = _pieces(source, numbers, dims), _pieces(destination, numbers, dims)
-    width = np.array([BYTES.get(p.precision, policy_bytes) for p in parameters], np.int64)
+    width = widths(parameters, policy_bytes)
     owner, low, high, left, right = _intersections(len(parameters), ours, theirs)
     owner, low, high, left, right, chunk = _chunked(
         owner, low, high, left, right, width, chunk_bytes
@@ -166,6 +166,11 @@ def pair(
         flow_destination=keys[first, 2],
         flow_bytes=total[start[1:]] - total[first],
     )
+
+
+def widths(parameters: Sequence[Parameter], policy_bytes: int) -> Ints:
+    """Bytes of an element of each parameter."""
+    return np.array([BYTES.get(p.precision, policy_bytes) for p in parameters], np.int64)
 
 
 def padded(box: Box, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
