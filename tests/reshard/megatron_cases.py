@@ -49,7 +49,7 @@ class Case:
     def name(self) -> str:
         """For test ids."""
         mesh = ",".join(f"{axis}{n}" for axis, n in vars_of(self.mesh) if n > 1)
-        extra = [self.written, self.forms[0] if self.stubs or self.forms != FUSED else ""]
+        extra = [self.written, "+".join(self.forms) if self.forms != FUSED else ""]
         tied = "tied" if self.shape.tie_embeddings else ""
         parts = [self.shape.architecture.removesuffix("ForCausalLM"), mesh, tied, *extra]
         return "-".join(part for part in parts if part)
@@ -113,6 +113,14 @@ EXPERTS = [
     Case(deepseek(num_mtp_layers=1), LearnerMesh(pp=2), LOCAL, written="Et|ttmL"),
 ]
 
+# Megatron's own layer spec for Transformer Engine, with stand-ins for its classes.
+STAND_INS = [
+    Case(qwen(), LearnerMesh(tp=2, ep=2), ("te", "per_expert"), stubs=True),
+    Case(glm(num_mtp_layers=1), LearnerMesh(dp=2, ep=2), ("te", "per_expert"), stubs=True),
+    Case(deepseek(num_mtp_layers=1), LearnerMesh(tp=2, etp=2), ("te", "per_expert"), stubs=True),
+    Case(deepseek(), LearnerMesh(tp=2, ep=2), ("te", "grouped"), stubs=True),
+]
+
 # On four ranks: both kinds of expert parallelism, tp above the kv heads, and MTP on its own.
 FOUR = [
     Case(tiny_shape("Qwen3ForCausalLM"), LearnerMesh(tp=4)),
@@ -121,5 +129,5 @@ FOUR = [
     Case(glm(num_mtp_layers=1, tie_embeddings=True), LearnerMesh(pp=4), written="Et|tt|m|L"),
 ]
 
-CASES: dict[int, list[Case]] = {2: DENSE + EXPERTS, 4: FOUR}
-"""By the number of ranks."""
+CASES: dict[int, list[Case]] = {2: DENSE + EXPERTS + STAND_INS, 4: FOUR}
+"""By the number of ranks; those with stand-ins last, as they stay."""

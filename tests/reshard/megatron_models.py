@@ -1,18 +1,20 @@
-"""Program, under torchrun with two or four ranks: real GPTModels, filled by layouts, their logits.
+"""Program: real GPTModels on two and on four ranks, filled by layouts, and their logits.
 
-    torchrun --nproc-per-node 2 -m tests.reshard.megatron_models OUT_DIR
+    python -m tests.reshard.megatron_models OUT_DIR
 
-For every case in CASES of so many ranks each rank writes the shapes of its parameters, and of the
-buffers that layouts have, to OUT_DIR/<case>-<rank>.json; its part of the logits of TOKENS, where it
-has one, to OUT_DIR/<case>-<rank>.npy; and what its MTP layers give, where it has some, to
-OUT_DIR/<case>-<rank>-mtp.npy.
+For every case in CASES each rank writes the shapes of its parameters, and of the buffers that
+layouts have, to OUT_DIR/<ranks>-<case>-<rank>.json; its part of the logits of TOKENS, where it has
+one, to the same name with .npy; and what its MTP layers give, where it has some, with -mtp.npy.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.connection
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,11 +34,16 @@ megatron_cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
 
 from megarl.compat.megatron_layers import block_spec, mtp_spec  # noqa: E402
+from tests.reshard import te_stand_ins  # noqa: E402
 
 BUFFERS = ("expert_bias",)
 
@@ -68,6 +75,8 @@ def config_of(case: Case) -> TransformerConfig:
         "mtp_num_layers": shape.num_mtp_layers or None,
         "pipeline_model_parallel_layout": case.written or None,
         "num_layers_in_first_pipeline_stage": case.first,
+        "transformer_impl": "transformer_engine" if case.stubs else "local",
+        "moe_grouped_gemm": case.stubs,
         **experts_of(shape),
     }
     if shape.mla is None:
@@ -112,10 +121,11 @@ def experts_of(shape: ModelShape) -> dict[str, object]:
 
 def build(case: Case, config: TransformerConfig, v: int, chunk: Chunk) -> GPTModel:
     """Model chunk v of this rank; its pipeline stage is that of the running parallel state."""
-    shape, fused = case.shape, case.forms[0] == "te"
+    shape = case.shape
+    decoder, mtp = specs_of(case, config, v, chunk)
     return GPTModel(
         config,
-        block_spec(config, chunk.num_layers, chunk.first, fused),
+        decoder,
         vocab_size=padded_vocab_size(shape.vocab_size, case.mesh.tp, VOCAB_DIVISOR),
         max_sequence_length=shape.max_positions,
         pre_process=chunk.embedding,
@@ -126,9 +136,21 @@ def build(case: Case, config: TransformerConfig, v: int, chunk: Chunk) -> GPTMod
         rotary_base=int(shape.rope_theta),
         rope_scaling=shape.rope_scaling is not None,
         rope_scaling_factor=shape.rope_scaling.factor if shape.rope_scaling else 1.0,
-        mtp_block_spec=mtp_spec(config, fused) if chunk.num_mtp else None,
+        mtp_block_spec=mtp,
         vp_stage=v if case.mesh.vpp > 1 else None,
     ).eval()
+
+
+def specs_of(case: Case, config: TransformerConfig, v: int, chunk: Chunk) -> tuple[Any, Any]:
+    """The specs of the chunk's decoder and of its MTP layers, None where it has none."""
+    if case.stubs:
+        vp_stage = v if case.mesh.vpp > 1 else None
+        decoder = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        mtp = get_gpt_mtp_block_spec(config, decoder, use_transformer_engine=True)
+        return decoder, mtp if chunk.num_mtp else None
+    fused = case.forms[0] == "te"
+    decoder = block_spec(config, chunk.num_layers, chunk.first, fused)
+    return decoder, mtp_spec(config, fused) if chunk.num_mtp else None
 
 
 def tensors_of(chunks: list[GPTModel]) -> dict[str, Tensor]:
@@ -202,6 +224,9 @@ def run_case(case: Case, out: Path) -> None:
     )
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = config_of(case)
+    if case.stubs:
+        te_stand_ins.install()
+        config.moe_single_grouped_weight = case.forms[1] == "grouped"
     stage = case.pipeline.chunks[rank // mesh.stage_size]
     chunks = [build(case, config, v, chunk) for v, chunk in enumerate(stage)]
     held = tensors_of(chunks)
@@ -221,11 +246,31 @@ def run_case(case: Case, out: Path) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for number, case in enumerate(CASES[dist.get_world_size()]):
-        run_case(case, Path(sys.argv[1]) / f"{number}-{dist.get_rank()}")
+def work(rank: int, ranks: int, out: Path) -> None:
+    """One rank: all cases of so many ranks."""
+    store = dist.FileStore(str(out / f"store-{ranks}"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    for number, case in enumerate(CASES[ranks]):
+        run_case(case, out / f"{ranks}-{number}-{rank}")
     dist.destroy_process_group()
+
+
+def main() -> None:
+    """Fork the ranks, so that Megatron is imported once; where one fails, end the others."""
+    context = multiprocessing.get_context("fork")
+    for ranks in CASES:
+        processes = [
+            context.Process(target=work, args=(rank, ranks, Path(sys.argv[1])), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        running = {process.sentinel: process for process in processes}
+        while running:
+            for sentinel in multiprocessing.connection.wait(list(running)):
+                code = running.pop(sentinel).exitcode
+                if code:
+                    sys.exit(f"a rank of {ranks} ended with {code}")
 
 
 if __name__ == "__main__":

@@ -61,32 +61,26 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Built]:
-    found = {}
-    for ranks, cases in CASES.items():
-        out = tmp_path_factory.mktemp(f"megatron{ranks}")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        program = ["--nproc-per-node", str(ranks), "-m", "tests.reshard.megatron_models", str(out)]
-        subprocess.run(
-            torchrun + program,
-            check=True,
-            timeout=600,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
-        found |= {(ranks, number): read_case(out, ranks, number) for number in range(len(cases))}
-    return found
+    out = tmp_path_factory.mktemp("megatron")
+    subprocess.run(
+        [sys.executable, "-m", "tests.reshard.megatron_models", str(out)],
+        check=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    return {key: read_case(out, key) for key in KEYS}
 
 
-def read_case(out: Path, ranks: int, number: int) -> Built:
-    shape, mesh = CASES[ranks][number].shape, CASES[ranks][number].mesh
-    shapes = [json.loads((out / f"{number}-{rank}.json").read_text()) for rank in range(ranks)]
-    last = range((mesh.pp - 1) * mesh.stage_size, mesh.pp * mesh.stage_size)
-    parts = [np.load(out / f"{number}-{rank}.npy") for rank in last[: mesh.tp]]
-    for rank in last[mesh.tp :]:  # the replicas agree
-        np.testing.assert_allclose(
-            np.load(out / f"{number}-{rank}.npy"), parts[rank % mesh.tp], rtol=1e-5, atol=1e-5
-        )
-    mtp = [np.load(path) for path in sorted(out.glob(f"{number}-*-mtp.npy"))[:1]]
-    logits = np.concatenate(parts, axis=-1)[..., : shape.vocab_size]
+def read_case(out: Path, key: Key) -> Built:
+    shape, mesh = case_of(key).shape, case_of(key).mesh
+    case = f"{key[0]}-{key[1]}"
+    shapes = [json.loads((out / f"{case}-{rank}.json").read_text()) for rank in range(mesh.size)]
+    last = range((mesh.pp - 1) * mesh.stage_size, mesh.size)
+    parts = [np.load(out / f"{case}-{rank}.npy") for rank in last]
+    for rank, part in enumerate(parts):  # the replicas agree
+        np.testing.assert_allclose(part, parts[rank % mesh.tp], rtol=1e-5, atol=1e-5)
+    logits = np.concatenate(parts[: mesh.tp], axis=-1)[..., : shape.vocab_size]
+    mtp = [np.load(path) for path in sorted(out.glob(f"{case}-*-mtp.npy"))[:1]]
     return Built(shapes, logits, mtp[0] if mtp else None)
 
 
