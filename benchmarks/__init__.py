@@ -1,0 +1,1 @@
+"""Measurements of megarl. Programs, not part of the package; see README.md."""

@@ -1,0 +1,1 @@
+"""What benchmarks/reshard_plan.py is made of."""

@@ -1,0 +1,185 @@
+"""The benchmark's own counting, against sets of elements; and the shape of what it prints."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.reshard import models
+from benchmarks.reshard.closed_form import formula_minimum
+from benchmarks.reshard.minimum import (
+    Nodes,
+    NotHeldError,
+    count_need,
+    element_bytes,
+    least_busiest,
+    least_busiest_ingress,
+)
+from benchmarks.reshard.report import summary, table
+from benchmarks.reshard.rows import Row
+from benchmarks.reshard.shards import tensors_by_name
+from benchmarks.reshard_plan import measure_row
+from megarl.reshard.layout import Box, Layout
+from megarl.reshard.megatron import megatron_layout
+from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.reshard.sglang import sglang_layout
+
+DENSE = replace(
+    models.LLAMA_70B,
+    num_layers=2,
+    hidden_size=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    intermediate_size=8,
+    vocab_size=10,
+)
+MOE = replace(
+    models.QWEN3_30B,
+    num_layers=2,
+    hidden_size=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    intermediate_size=8,
+    vocab_size=10,
+    moe=replace(models.QWEN3_30B.moe, num_experts=4, expert_intermediate_size=4),
+)
+PAIRS = {
+    "dense, more ranks than kv heads": Row(
+        "a", DENSE, LearnerMesh(tp=2, pp=2, dp=2), ServerMesh(tp=4, servers=2)
+    ),
+    "dense, small servers": Row("b", DENSE, LearnerMesh(tp=4), ServerMesh(tp=1, servers=4)),
+    "experts": Row("c", MOE, LearnerMesh(tp=2, dp=2, ep=4), ServerMesh(tp=4, ep=4, servers=2)),
+    "experts, copies of the attention": Row(
+        "d", MOE, LearnerMesh(pp=2, dp=2, ep=2), ServerMesh(tp=4, ep=2, attention_dp=2)
+    ),
+    "the same GPUs": Row(
+        "e", MOE, LearnerMesh(tp=2, dp=2, ep=2), ServerMesh(tp=2, servers=2), together=True
+    ),
+}
+GPUS = 2  # of a node
+
+
+def elements(box: Box) -> set[tuple[int, ...]]:
+    return set(itertools.product(*(range(start, end) for start, end in box)))
+
+
+def held(layout: Layout) -> dict[int, set[tuple[str, tuple[int, ...]]]]:
+    return {
+        rank.rank: {(piece.tensor, e) for piece in rank.pieces for e in elements(piece.box)}
+        for rank in layout.ranks
+    }
+
+
+def both(row: Row) -> tuple[Layout, Layout, Nodes, Nodes]:
+    """Layouts of the row on nodes of two GPUs, those of the servers behind the learner's."""
+    source = megatron_layout(row.shape, row.learner)
+    destination = sglang_layout(row.shape, row.server)
+    first = 0 if row.together else len(source.rank_ids) // GPUS
+    source_nodes = {rank: rank // GPUS for rank in source.rank_ids}
+    return source, destination, source_nodes, {r: first + r // GPUS for r in destination.rank_ids}
+
+
+@pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys())
+def pair(request: pytest.FixtureRequest) -> tuple[Layout, Layout, Nodes, Nodes]:
+    return both(request.param)
+
+
+def test_counted_need_is_that_of_element_sets(pair: tuple[Layout, Layout, Nodes, Nodes]) -> None:
+    source, destination, source_nodes, nodes = pair
+    have, want = held(source), held(destination)
+    cost = {p.name: element_bytes(p, 2) for p in destination.parameters}
+    owners: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+    for rank, theirs in have.items():
+        for element in theirs:
+            owners.setdefault(element, set()).add(rank)
+    into_node = {}
+    by_holders: dict[frozenset[int], int] = {}
+    for node in set(nodes.values()):
+        here = set().union(*(want[rank] for rank in nodes if nodes[rank] == node))
+        near = set().union(*(have[rank] for rank in source_nodes if source_nodes[rank] == node))
+        into_node[node] = sum(cost[tensor] for tensor, _ in here - near)
+        for element in here - near:
+            ranks = frozenset(owners[element])
+            by_holders[ranks] = by_holders.get(ranks, 0) + cost[element[0]]
+
+    need = count_need(source, destination, source_nodes, nodes)
+
+    assert need.into_node == into_node
+    assert need.by_holders == by_holders
+    assert need.held_bytes == {r: sum(cost[t] for t, _ in mine) for r, mine in want.items()}
+
+
+def test_least_busiest_sender_is_the_worst_of_all_sets_of_ranks(
+    pair: tuple[Layout, Layout, Nodes, Nodes],
+) -> None:
+    source, destination, source_nodes, nodes = pair
+    need = count_need(source, destination, source_nodes, nodes)
+    worst = max(
+        sum(size for holders, size in need.by_holders.items() if holders <= set(ranks)) / count
+        for count in range(1, len(source.rank_ids) + 1)
+        for ranks in itertools.combinations(source.rank_ids, count)
+    )
+    assert least_busiest(need.by_holders) == pytest.approx(worst)
+
+
+def test_formula_is_the_counted_minimum() -> None:
+    for name in ("dense, more ranks than kv heads", "dense, small servers", "experts"):
+        row = PAIRS[name]
+        assert formula_minimum(row.shape, row.server, GPUS) == count_need(*both(row)).minimum_bytes
+
+
+def test_counting_refuses_a_source_that_lacks_something() -> None:
+    source, destination, source_nodes, nodes = both(PAIRS["dense, small servers"])
+    with pytest.raises(NotHeldError, match="no source rank holds"):
+        count_need(source.only(0), destination, source_nodes, nodes)
+
+
+def test_copies_given_to_other_planners_are_whole_and_leave_nothing_out(
+    pair: tuple[Layout, Layout, Nodes, Nodes],
+) -> None:
+    source, destination, _, _ = pair
+    shapes = {
+        name: parameter.shape[1:] if parameter.stacked else parameter.shape
+        for parameter in destination.parameters
+        for name in parameter.stored_names()
+    }
+    for name, _, replicas in tensors_by_name(source, source.rank_ids, every=False):
+        for replica in replicas:
+            shards = [elements(box) for _, box in replica]
+            assert set().union(*shards) == elements(tuple((0, n) for n in shapes[name]))
+            assert sum(map(len, shards)) == len(set().union(*shards))
+    given = dict.fromkeys(destination.rank_ids, 0)
+    for _, _, replicas in tensors_by_name(destination, destination.rank_ids, every=True):
+        for rank, box in itertools.chain.from_iterable(replicas):
+            given[rank] += len(elements(box))
+    assert given == {rank: len(theirs) for rank, theirs in held(destination).items()}
+
+
+def test_tiny_row_has_every_figure_and_reaches_the_minimum() -> None:
+    row = replace(PAIRS["experts"], server=ServerMesh(tp=4, ep=2, attention_dp=2, servers=4))
+    figures = measure_row(row, num_runs=1, folder=None, limit_s=0)
+    result = json.loads(json.dumps(summary([figures])))
+    source, destination, placement = row.layouts()
+    nodes = {rank: device.node for rank, device in placement.destination.items()}
+    need = count_need(source, destination, dict.fromkeys(source.rank_ids, -1), nodes)
+
+    assert {
+        "max_bytes_ratio",
+        "max_sender_imbalance",
+        "max_sender_over_mean",
+        "max_plan_s",
+        "min_speedup_vs_awex",
+        "rows",
+    } <= result.keys()
+    assert result["max_bytes_ratio"] == 1.0
+    assert result["max_gpu_bytes_ratio"] == 1.0
+    assert result["rows"][0]["wire_bytes"] == need.minimum_bytes
+    assert result["max_sender_imbalance"] >= 1.0
+    assert result["max_ingress_imbalance"] >= 1.0
+    assert result["rows"][0]["least_floor_s"] >= least_busiest_ingress(need, nodes) / 50e9
+    assert row.name in table([figures])
