@@ -1,98 +1,137 @@
-"""Program: what SGLang's own loaders make of a checkpoint on each rank, without a server.
+"""Program: what SGLang's own loaders make of checkpoints on each rank, without a server.
 
     python -m tests.reshard.sglang_loaders OUT_DIR < cases.json
 
-Cases are [model folder, tp] pairs. The named_parameters() of each rank go to
-OUT_DIR/<case>-<rank>.safetensors; OUT_DIR/<case>.json says to how many KV heads, and to what
-intermediate size, a CPU server would pad.
+Cases are the fields of `Case`. The named_parameters() of all ranks of a case go, as float32, to
+OUT_DIR/<number>.safetensors under "<rank>/<name>"; where SGLang refuses a case, its words are in
+OUT_DIR/<number>.txt.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 import json
+import os
 import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
-from megarl.compat import sglang_cpu, sglang_server
-
-sglang_server.hide_megatron()
-sglang_cpu.install()
-
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from sglang.srt.configs.device_config import DeviceConfig  # noqa: E402
-from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
-from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
-from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp  # noqa: E402
-from sglang.srt.layers.moe import initialize_moe_config  # noqa: E402
-from sglang.srt.model_loader.loader import get_model_loader  # noqa: E402
-from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish  # noqa: E402
-from sglang.srt.server_args import ServerArgs  # noqa: E402
-
-GROUPS = ("tp", "attn_tp", "moe_tp", "moe_ep", "pp")
+from megarl.compat import sglang_loader_map, sglang_ranks
+from megarl.reshard.recorded import Numbering, recorded_rank, to_json
 
 
-def pretend_rank(folder: str, tp: int, rank: int) -> ModelConfig:
-    """Make this process rank `rank` of `tp` as far as the loaders can see."""
-    args = ServerArgs(
-        model_path=folder,
-        device="cpu",
-        dtype="float32",
-        attention_backend="torch_native",
-        skip_tokenizer_init=True,
-        tp_size=tp,
-    )
-    get_parallel().clear_stamp()
-    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
-    parallel = get_parallel()
-    groups = {
-        f"{name}_group": SimpleNamespace(
-            rank_in_group=getattr(parallel, f"{name}_rank"),
-            world_size=getattr(parallel, f"{name}_size"),
-            is_first_rank=True,
-            is_last_rank=True,
-            rank=0,
-            ranks=[0],
-            cpu_group=None,
-            device_group=None,
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint and a server: its flags, and what a GPU would choose that a CPU does not.
+
+    `flags` are fields of SGLang's ServerArgs. `fused` turns on the fusion of shared experts,
+    `up_first` the order of FlashInfer's CUTLASS. `cpu` applies what SGLang changes of the sizes on
+    a CPU. `draft` loads the draft model. `record` writes the layout that the loader was seen to
+    follow to OUT_DIR/<number>.json instead. With `hf_config`, fields of a Hugging Face config, the
+    checkpoint is made first, with random weights.
+    """
+
+    folder: str
+    flags: dict[str, Any] = field(default_factory=dict)
+    cpu: bool = False
+    draft: bool = False
+    fused: bool = False
+    up_first: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+    record: bool = False
+    hf_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the server."""
+        return self.flags.get("tp_size", 1) * self.flags.get("pp_size", 1)
+
+
+def choices_of_a_gpu(case: Case, stack: ExitStack) -> None:
+    """What SGLang decides by hardware that this machine lacks."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+    from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM
+    from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+
+    if case.up_first:
+        up_first = property(lambda _: True)
+        method = UnquantizedFusedMoEMethod
+        stack.enter_context(mock.patch.object(method, "load_up_proj_weight_first", up_first))
+    if case.fused:
+        for model in (DeepseekV2ForCausalLM, Glm4MoeForCausalLM):
+            allowed = classmethod(lambda *_: None)
+            name = "shared_experts_fusion_disable_reason"
+            stack.enter_context(mock.patch.object(model, name, allowed))
+    stack.enter_context(mock.patch.dict(os.environ, case.environment))
+
+
+def model_on(case: Case, rank: int) -> Any:
+    """SGLang's model of a case on one rank."""
+    from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
+
+    dtype = json.loads((Path(case.folder) / "config.json").read_text())["torch_dtype"]
+    with ExitStack() as stack:
+        choices_of_a_gpu(case, stack)
+        config = sglang_ranks.become(case.folder, rank, dtype, case.flags, case.draft)
+        pad = functools.partial(
+            adjust_config_with_unaligned_cpu_tp, tp_size=case.flags.get("tp_size", 1)
         )
-        for name in GROUPS
-    }
-    parallel.override_permanently(**groups)
-    initialize_moe_config()
-    return ModelConfig.from_server_args(args)
+        load_format = "dummy" if case.record else "auto"
+        return sglang_ranks.load(config, load_format, pad if case.cpu else None)
 
 
-def padded_sizes(config: ModelConfig, load: LoadConfig, tp: int) -> dict[str, int]:
-    """What a CPU server makes of the sizes before it builds the model."""
-    adjusted = adjust_config_with_unaligned_cpu_tp(copy.deepcopy(config), load, tp)
-    return {
-        "kv_heads": adjusted.get_total_num_kv_heads(),
-        "intermediate_size": adjusted.hf_config.intermediate_size,
-    }
+def parameters(case: Case, rank: int) -> dict[str, Any]:
+    """One rank's parameters."""
+    import torch
+
+    held = model_on(case, rank).named_parameters()
+    return {f"{rank}/{name}": t.detach().to(torch.float32).clone() for name, t in held}
+
+
+def make_checkpoint(folder: str, fields: dict[str, Any]) -> None:
+    """A random model of an architecture that megarl has no table for."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**fields, architectures=None)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch_dtype": "float32"}))
+
+
+def recorded(case: Case) -> str:
+    """The layout of a case as its loader was seen to follow it."""
+    numbering = Numbering(sglang_loader_map.checkpoint_shapes(Path(case.folder)))
+    ranks = []
+    for rank in range(case.size):
+        held = sglang_loader_map.record(model_on(case, rank), numbering)
+        ranks.append(recorded_rank(rank, held, numbering))
+    return to_json("recorded", numbering, ranks)
 
 
 def main() -> None:
+    from safetensors.torch import save_file
+
     out = Path(sys.argv[1])
-    load = LoadConfig(load_format="auto")
-    for case, (folder, tp) in enumerate(json.load(sys.stdin)):
-        for rank in range(tp):
-            config = pretend_rank(folder, tp, rank)
-            if rank == 0:
-                sizes = padded_sizes(config, load, tp)
-                (out / f"{case}.json").write_text(json.dumps(sizes))
-            device = DeviceConfig("cpu", 0)
-            model = get_model_loader(load, config).load_model(
-                model_config=config, device_config=device
-            )
-            held = {name: tensor.detach() for name, tensor in model.named_parameters()}
-            save_file(
-                {name: tensor.to(torch.float32).clone() for name, tensor in held.items()},
-                out / f"{case}-{rank}.safetensors",
-            )
+    for number, fields in enumerate(json.load(sys.stdin)):
+        case = Case(**fields)
+        held: dict[str, Any] = {}
+        if case.hf_config:
+            make_checkpoint(case.folder, case.hf_config)
+        try:
+            if case.record:
+                (out / f"{number}.json").write_text(recorded(case))
+                continue
+            for rank in range(case.size):
+                held |= parameters(case, rank)
+        except (AssertionError, ValueError) as refusal:
+            (out / f"{number}.txt").write_text(repr(refusal))
+        else:
+            save_file(held, out / f"{number}.safetensors")
 
 
 if __name__ == "__main__":
+    sglang_ranks.prepare_process()
     main()

@@ -1,143 +1,38 @@
-"""SGLang's layout against what SGLang's own loaders hold, and its refusals."""
+"""SGLang's layout without SGLang: what it refuses, and what large servers come to."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from megarl.actor.families import FAMILIES
-from megarl.actor.parameters import parameter_table
-from megarl.actor.shape import ModelShape, read_shape
+from megarl.actor.shape import LatentAttention, MixtureOfExperts, ModelShape
 from megarl.errors import LayoutError
-from megarl.reshard.layout import full_layout
 from megarl.reshard.mesh import ServerMesh
-from megarl.reshard.plan import make_plan
-from megarl.reshard.sglang import sglang_layout, sglang_rank
-from tests.reshard.models import Arrays, assert_equal, execute, numbered, tiny_shape
+from megarl.reshard.sglang import sglang_draft_layout, sglang_layout, sglang_rank
+from tests.reshard.models import tiny_shape
+from tests.reshard.sglang_checkpoints import moe_shape
 
-MODELS = [
-    (architecture, kv_heads, tie)
-    for architecture in FAMILIES
-    for kv_heads, tie in ((2, False), (1, True))
-]
-TENSOR_PARALLEL = (1, 2, 4)
-CASES = [(model, tp) for model in range(len(MODELS)) for tp in TENSOR_PARALLEL]
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What the loaders made of one case, and what a CPU server would have padded."""
-
-    shape: ModelShape
-    tensors: Arrays
-    ranks: list[Arrays]
-    padded: dict[str, int]
-
-
-def save_model(folder: Path, shape: ModelShape) -> None:
-    family = FAMILIES[shape.architecture]
-    config = {
-        "architectures": [shape.architecture],
-        "model_type": family.model_type,
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_positions,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "tie_word_embeddings": shape.tie_embeddings,
-        "torch_dtype": "float32",
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: array.astype(np.float32) for name, array in numbered(shape).items()}
-    save_file(tensors, folder / "model.safetensors")
-    assert read_shape(folder) == shape
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[Loaded]:
-    root = tmp_path_factory.mktemp("sglang")
-    shapes = [
-        tiny_shape(
-            architecture,
-            hidden_size=32,
-            head_dim=8,
-            num_kv_heads=kv_heads,
-            intermediate_size=64,
-            tie_embeddings=tie,
-        )
-        for architecture, kv_heads, tie in MODELS
-    ]
-    for i, shape in enumerate(shapes):
-        save_model(root / f"model{i}", shape)
-    subprocess.run(
-        [sys.executable, "-m", "tests.reshard.sglang_loaders", str(root)],
-        input=json.dumps([[str(root / f"model{model}"), tp] for model, tp in CASES]),
-        text=True,
-        check=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    return [
-        Loaded(
-            shapes[model],
-            numbered(shapes[model]),
-            [load_file(root / f"{case}-{rank}.safetensors") for rank in range(tp)],
-            json.loads((root / f"{case}.json").read_text()),
-        )
-        for case, (model, tp) in enumerate(CASES)
-    ]
-
-
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_plan_into_the_layout_writes_what_sglangs_loaders_hold(
-    loaded: list[Loaded], case: int
-) -> None:
-    found, tp = loaded[case], CASES[case][1]
-    rollout = sglang_layout(found.shape, ServerMesh(tp))
-    files = full_layout(parameter_table(found.shape))
-    ours = execute(make_plan(files, rollout), [found.tensors], rollout)
-    assert_equal(ours, [{n: a.astype(np.int64) for n, a in r.items()} for r in found.ranks])
-
-
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_cpu_layout_is_refused_exactly_where_a_cpu_server_would_pad(
-    loaded: list[Loaded], case: int
-) -> None:
-    found, mesh = loaded[case], ServerMesh(CASES[case][1], cpu=True)
-    as_they_are = {
-        "kv_heads": found.shape.num_kv_heads,
-        "intermediate_size": found.shape.intermediate_size,
-    }
-    if found.padded == as_they_are:
-        assert len(sglang_layout(found.shape, mesh).ranks) == mesh.tp
-    else:
-        with pytest.raises(LayoutError, match=f"rollout.parallel.tp={mesh.tp}"):
-            sglang_layout(found.shape, mesh)
-
-
-def test_refusal_of_padding_names_the_sizes_that_can_be_served() -> None:
-    shape = tiny_shape(intermediate_size=128)
-    with pytest.raises(
-        LayoutError, match=r"2 kv heads .*tp=4.* use rollout\.parallel\.tp from 1, 2"
-    ):
-        sglang_layout(shape, ServerMesh(4, cpu=True))
-    with pytest.raises(LayoutError, match=r"intermediate_size 48 .* no tp works"):
-        sglang_layout(tiny_shape(intermediate_size=48), ServerMesh(1, cpu=True))
+KIMI_K2 = ModelShape(
+    architecture="DeepseekV3ForCausalLM",
+    num_layers=61,
+    hidden_size=7168,
+    num_heads=64,
+    num_kv_heads=64,
+    head_dim=112,
+    intermediate_size=18432,
+    vocab_size=163840,
+    tie_embeddings=False,
+    qkv_bias=False,
+    qk_norm=False,
+    rms_norm_eps=1e-6,
+    rope_theta=50000.0,
+    rope_scaling=None,
+    max_positions=131072,
+    mla=LatentAttention(1536, 512, 128, 64, 128),
+    moe=MixtureOfExperts(384, 8, 2048, 2048, True, "sigmoid", True, 2.827, 1, 1, (0,)),
+)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +49,68 @@ def test_size_that_does_not_split_is_named(changes: dict[str, int], tp: int, wor
     assert "use rollout.parallel.tp from 1, 2" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "changes", "mesh", "words"),
+    [
+        ("Llama", {}, {"tp": 2, "attention_dp": 2}, "no data parallel attention"),
+        ("Llama", {}, {"tp": 2, "ep": 2}, "has no experts here; use ep=1"),
+        ("Llama", {"tie_embeddings": True}, {"pp": 2}, "no copy of a tied embedding"),
+        ("Llama", {}, {"pp": 3}, "2 layers do not fill pp=3 stages"),
+        ("Llama", {}, {"pp": 2, "pp_layers": (2, 1)}, "add up to 3 layers, the model has 2"),
+        ("Glm4Moe", {"tie_embeddings": True}, {}, "never ties its head"),
+        ("Glm4Moe", {}, {"tp": 4, "ep": 4, "cpu": True, "fused_shared_experts": True}, "on a CPU"),
+        ("Qwen3Moe", {}, {}, "layers 0 have no experts, but SGLang's"),
+        ("DeepseekV3", {"num_heads": 16}, {"tp": 16}, "exceeds the 8 experts"),
+        ("DeepseekV3", {"experts": {"num_experts": 6}}, {"tp": 4, "ep": 4}, "6 experts do not"),
+        (
+            "DeepseekV3",
+            {"experts": {"shared_intermediate_size": 64}},
+            {"fused_shared_experts": True},
+            "fuses one shared expert of the routed ones' size; .* size of 64",
+        ),
+    ],
+)
+def test_server_that_sglang_has_not_is_refused_with_the_reason(
+    architecture: str, changes: dict[str, Any], mesh: dict[str, Any], words: str
+) -> None:
+    make = tiny_shape if architecture == "Llama" else moe_shape
+    with pytest.raises(LayoutError, match=words):
+        sglang_layout(make(f"{architecture}ForCausalLM", **changes), ServerMesh(**mesh))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ({"tp": 4, "ep": 3}, "ep=3 does not divide tp=4"),
+        ({"tp": 4, "dp_head": True}, "dp_head needs attention_dp > 1"),
+        ({"pp": 2, "pp_layers": (1,)}, "names 1 stages, pp=2"),
+    ],
+)
+def test_mesh_that_contradicts_itself_is_refused(mesh: dict[str, Any], words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        ServerMesh(**mesh)
+
+
+def test_block_that_two_shards_would_share_is_refused_with_its_arithmetic() -> None:
+    with pytest.raises(LayoutError, match=r"rows \[0, 576\) .*: 576 = 4 x 128 \+ 64") as caught:
+        sglang_layout(KIMI_K2, ServerMesh(32), (128, 128))
+    assert "gate_proj" in str(caught.value)
+    assert "multiple of 128 rows" in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [{"cpu": True}, {"up_first": True}])
+def test_float8_is_refused_where_sglang_would_change_its_layout(settings: dict[str, bool]) -> None:
+    with pytest.raises(LayoutError, match="float8"):
+        sglang_layout(tiny_shape(), ServerMesh(**settings), (4, 4))
+
+
+def test_largest_servers_are_laid_out_within_a_second() -> None:
+    began = time.perf_counter()
+    layout = sglang_layout(KIMI_K2, ServerMesh(32, servers=8), (64, 64))
+    assert time.perf_counter() - began < 1
+    assert len(layout.rank_ids) == 256
+
+
 def test_kv_heads_are_copied_where_ranks_outnumber_them() -> None:
     layout = sglang_layout(tiny_shape(), ServerMesh(4))
     keys = [
@@ -165,6 +122,16 @@ def test_kv_heads_are_copied_where_ranks_outnumber_them() -> None:
     assert keys == [(0, 4), (0, 4), (4, 8), (4, 8)]
 
 
+def test_kv_heads_are_padded_with_zeros_on_a_cpu() -> None:
+    shape = tiny_shape(num_kv_heads=1, intermediate_size=64)
+    held = [sglang_rank(shape, ServerMesh(2, cpu=True), rank) for rank in (0, 1)]
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    pieces = [sum(piece.local == name for piece in rank.pieces) for rank in held]
+    paddings = [[p.box[0] for p in rank.paddings if p.local == name] for rank in held]
+    assert pieces == [3, 0]
+    assert paddings == [[], [(0, 16), (16, 20), (20, 24)]]
+
+
 def test_rank_beyond_the_vocabulary_holds_only_padding() -> None:
     shape = tiny_shape(vocab_size=10)
     rank = sglang_rank(shape, ServerMesh(4), 3)
@@ -172,6 +139,25 @@ def test_rank_beyond_the_vocabulary_holds_only_padding() -> None:
     assert [p.box for p in rank.paddings if p.local == "lm_head.weight"] == [((0, 16), (0, 8))]
 
 
+def test_rank_of_no_server_is_refused() -> None:
+    assert sglang_rank(tiny_shape(), ServerMesh(2, servers=2), 3).tensors
+    with pytest.raises(LayoutError, match="server rank 4 is not among the 4 ranks"):
+        sglang_rank(tiny_shape(), ServerMesh(2, servers=2), 4)
+
+
 def test_tied_head_is_held_once() -> None:
     rank = sglang_rank(tiny_shape(tie_embeddings=True), ServerMesh(1), 0)
     assert "lm_head.weight" not in {tensor.name for tensor in rank.tensors}
+
+
+def test_last_stage_embeds_for_the_draft_of_deepseek() -> None:
+    shape = moe_shape("DeepseekV3ForCausalLM", num_mtp_layers=1)
+    for draft, holders in ((False, [0]), (True, [0, 1])):
+        layout = sglang_layout(shape, ServerMesh(pp=2, draft=draft))
+        held = [r for r in (0, 1) if any("embed" in t.name for t in layout.rank(r).tensors)]
+        assert held == holders
+
+
+def test_draft_is_refused_without_a_layer_of_multi_token_prediction() -> None:
+    with pytest.raises(LayoutError, match="has 0 layers of multi-token prediction"):
+        sglang_draft_layout(moe_shape("Glm4MoeForCausalLM"), ServerMesh())
