@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,87 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.errors import LayoutError
 from megarl.reshard.pipeline import Pipeline
-
-# Reads lines of cases, writes for each the layers of every chunk as Megatron gives them:
-# [p][v] -> [first, end, mtp layers]; or the name of the error by which it refuses.
-ORACLE = """
-import json, sys, warnings
-from types import SimpleNamespace
-warnings.simplefilter("ignore")
-from megarl.compat import megatron_cpu
-megatron_cpu.install()
-from megatron.core import parallel_state as state
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-def chunks(case):
-    pp, vpp, num_mtp = case["pp"], case["vpp"], case["num_mtp"]
-    config = TransformerConfig(
-        num_layers=case["num_layers"], hidden_size=8, num_attention_heads=1,
-        pipeline_model_parallel_size=pp, pipeline_dtype="bf16",
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        mtp_num_layers=num_mtp or None, **case["settings"],
-    )
-    found = []
-    for p in range(pp):
-        state.set_pipeline_model_parallel_rank(p)
-        state.set_pipeline_model_parallel_world_size(pp)
-        state.set_virtual_pipeline_model_parallel_world_size(vpp if vpp > 1 else None)
-        row = []
-        for v in range(vpp):
-            at = dict(vp_stage=v if vpp > 1 else None)
-            first = get_transformer_layer_offset(config, pp_rank=p, **at)
-            size = get_num_layers_to_build(config, pp_rank=p, **at)
-            row.append([first, first + size, get_mtp_num_layers_to_build(config, pp_rank=p, **at)])
-        found.append(row)
-    return found
-
-print("ready", flush=True)
-for line in sys.stdin:
-    try:
-        answer = chunks(json.loads(line))
-    except (AssertionError, ValueError, ZeroDivisionError) as error:
-        answer = type(error).__name__
-    print(json.dumps(answer), flush=True)
-"""
-
-
-class Oracle:
-    """Megatron's own functions in a process of their own, a case at a time."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", ORACLE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.to, self.back = self.process.stdin, self.process.stdout
-        while self.back.readline() not in ("ready\n", ""):
-            pass
-
-    def ask(self, num_layers: int, pp: int, vpp: int, num_mtp: int = 0, **settings: object) -> Any:
-        """[p][v] -> [first layer, end, MTP layers], or the name of Megatron's error."""
-        case = {"num_layers": num_layers, "pp": pp, "vpp": vpp, "num_mtp": num_mtp}
-        self.to.write(json.dumps({**case, "settings": settings}) + "\n")
-        self.to.flush()
-        return json.loads(self.back.readline())
-
-
-@pytest.fixture(scope="module")
-def megatron() -> Iterator[Oracle]:
-    oracle = Oracle()
-    yield oracle
-    oracle.to.close()
-    oracle.back.close()
-    oracle.process.wait(timeout=60)
+from tests.reshard.megatron_oracle import Oracle
 
 
 def placed(pipeline: Pipeline) -> list[list[list[int]]]:
@@ -154,7 +69,7 @@ def test_even_split_is_megatrons(
             num_layers, pp, vpp, num_mtp=num_mtp, embedding_counts=embedding, loss_counts=loss
         )
     )
-    theirs = megatron.ask(
+    theirs = megatron.chunks(
         num_layers,
         pp,
         vpp,
@@ -182,7 +97,7 @@ def test_uneven_split_is_megatrons(
     fitting = max(1, (first or 0) + (last or 0) + middle)
     num_layers = data.draw(st.sampled_from([fitting, data.draw(st.integers(1, 30))]))
     mine = ours(lambda: Pipeline.uneven(num_layers, pp, first, last, vpp))
-    theirs = megatron.ask(
+    theirs = megatron.chunks(
         num_layers,
         pp,
         vpp,
@@ -237,7 +152,7 @@ def test_written_layout_is_megatrons(megatron: Oracle, case: tuple[str, str, int
     chunks = plain.count("|") + 1
     if not plain.startswith("E") or not plain.endswith("L"):
         return
-    theirs = megatron.ask(
+    theirs = megatron.chunks(
         plain.count("t"),
         pp,
         max(1, chunks // pp),
@@ -250,7 +165,7 @@ def test_written_layout_is_megatrons(megatron: Oracle, case: tuple[str, str, int
 def test_deepseeks_published_layout_is_megatrons(megatron: Oracle) -> None:
     layout = "Et*3|(tt|)*29,m|L"
     mine = placed(Pipeline.from_layout(layout, 16))
-    assert mine == megatron.ask(61, 16, 2, 1, pipeline_model_parallel_layout=layout)
+    assert mine == megatron.chunks(61, 16, 2, 1, pipeline_model_parallel_layout=layout)
     assert mine[0] == [[0, 3, 0], [33, 35, 0]]
     assert [stage[1] for stage in mine[-2:]] == [[61, 61, 1], [61, 61, 0]]
 
@@ -259,7 +174,7 @@ def test_megatron_places_ends_elsewhere_than_written_so_those_layouts_are_refuse
     megatron: Oracle,
 ) -> None:
     written = {"pipeline_model_parallel_layout": "|EtL|"}
-    assert megatron.ask(1, 3, 1, **written) == [[[0, 0, 0]], [[0, 1, 0]], [[1, 1, 0]]]
+    assert megatron.chunks(1, 3, 1, **written) == [[[0, 0, 0]], [[0, 1, 0]], [[1, 1, 0]]]
     with pytest.raises(LayoutError, match="the first chunk must begin with E"):
         Pipeline.from_layout("|EtL|", 3)
 
@@ -268,7 +183,7 @@ def test_megatron_divides_by_zero_without_middle_stages_so_those_are_refused(
     megatron: Oracle,
 ) -> None:
     settings = {"num_layers_in_first_pipeline_stage": 4, "num_layers_in_last_pipeline_stage": 2}
-    assert megatron.ask(6, 2, 2, **settings) == "ZeroDivisionError"
+    assert megatron.chunks(6, 2, 2, **settings) == "ZeroDivisionError"
     with pytest.raises(LayoutError, match="give one of them"):
         Pipeline.uneven(6, 2, 4, 2, vpp=2)
 

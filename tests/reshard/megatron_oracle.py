@@ -1,0 +1,134 @@
+"""Megatron's own functions for layers and ranks, in a process of their own, asked line by line.
+
+Run as a program it is that process. It imports Megatron once, for all tests that ask.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from megarl.reshard.mesh import LearnerMesh
+
+
+class Oracle:
+    """The process that answers."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.reshard.megatron_oracle"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.to, self.back = self.process.stdin, self.process.stdout
+        while self.back.readline() not in ("ready\n", ""):
+            pass
+
+    def chunks(
+        self, num_layers: int, pp: int, vpp: int, num_mtp: int = 0, **settings: object
+    ) -> Any:
+        """[p][v] -> [first layer, end, MTP layers], or the name of Megatron's error."""
+        case = {"num_layers": num_layers, "pp": pp, "vpp": vpp, "num_mtp": num_mtp}
+        return self._ask({**case, "settings": settings})
+
+    def groups(self, mesh: LearnerMesh) -> dict[str, list[list[int]]]:
+        """The ranks of each group: "dense" and "experts" are replicas, the others an axis each."""
+        sizes = {axis: getattr(mesh, axis) for axis in ("tp", "pp", "dp", "cp", "ep", "etp")}
+        return self._ask({**sizes, "expert_dp": mesh.expert_dp})  # type: ignore[no-any-return]
+
+    def _ask(self, case: dict[str, object]) -> Any:
+        self.to.write(json.dumps(case) + "\n")
+        self.to.flush()
+        return json.loads(self.back.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self.to.close()
+        self.back.close()
+        self.process.wait(timeout=60)
+
+
+def chunks(case: dict[str, Any]) -> list[list[list[int]]]:
+    """Layers and MTP layers of every chunk, as Megatron's own functions count them."""
+    from megatron.core import parallel_state as state
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    pp, vpp = case["pp"], case["vpp"] if case["vpp"] > 1 else None
+    config = TransformerConfig(
+        num_layers=case["num_layers"],
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pp,
+        pipeline_dtype="bf16",
+        virtual_pipeline_model_parallel_size=vpp,
+        mtp_num_layers=case["num_mtp"] or None,
+        **case["settings"],
+    )
+    state.set_pipeline_model_parallel_world_size(pp)
+    state.set_virtual_pipeline_model_parallel_world_size(vpp)
+    found = []
+    for p in range(pp):
+        state.set_pipeline_model_parallel_rank(p)
+        row = []
+        for v in range(case["vpp"]):
+            at = {"vp_stage": v if vpp else None, "pp_rank": p}
+            first = get_transformer_layer_offset(config, **at)
+            size = get_num_layers_to_build(config, **at)
+            row.append([first, first + size, get_mtp_num_layers_to_build(config, **at)])
+        found.append(row)
+    return found
+
+
+def groups(case: dict[str, int]) -> dict[str, list[list[int]]]:
+    """Ranks of groups, by the two generators of initialize_model_parallel."""
+    from megatron.core.parallel_state import RankGenerator
+
+    pp, order = case["pp"], "tp-cp-ep-dp-pp"
+    dense = RankGenerator(case["tp"], 1, case["dp"], pp, case["cp"], order)
+    experts = RankGenerator(case["etp"], case["ep"], case["expert_dp"], pp, 1, order)
+    return {
+        "dense": dense.get_ranks("dp-cp"),
+        "tp": dense.get_ranks("tp"),
+        "pp": dense.get_ranks("pp"),
+        "experts": experts.get_ranks("dp"),
+        "ep": experts.get_ranks("ep"),
+        "etp": experts.get_ranks("tp"),
+    }
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    from megarl.compat import megatron_cpu
+
+    megatron_cpu.install()
+    from megatron.core.models import gpt  # noqa: F401
+
+    answers = sys.stdout
+    sys.stdout = sys.stderr
+    answers.write("ready\n")
+    answers.flush()
+    for line in sys.stdin:
+        case = json.loads(line)
+        try:
+            answer: object = chunks(case) if "settings" in case else groups(case)
+        except (AssertionError, ValueError, ZeroDivisionError) as error:
+            answer = type(error).__name__
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
