@@ -22,7 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before numpy is imported, here and in eac
 
 from benchmarks.reshard.awex import AwexPlan, fetch  # noqa: E402
 from benchmarks.reshard.measure import measure_awex, measure_own  # noqa: E402
-from benchmarks.reshard.report import Figures, row_figures, summary, table  # noqa: E402
+from benchmarks.reshard.report import Figures, progress, row_figures, summary, table  # noqa: E402
 from benchmarks.reshard.rows import ROWS, Row  # noqa: E402
 
 ALLOWED_RATIO = 1.01
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         figures.append(measure_row(row, options.runs, folder, options.seconds))
         if not options.json:
-            print(f"{row.name} done", file=sys.stderr)
+            print(progress(figures[-1]), file=sys.stderr, flush=True)
     result = summary(figures)
     if not options.json:
         print(table(figures))

@@ -150,6 +150,19 @@ def summary(rows: Sequence[Figures]) -> Figures:
     }
 
 
+def progress(row: Figures) -> str:
+    """One line about a row that is done."""
+    text = (
+        f"{row['row']} ratio={row['bytes_ratio']:.4f} sender={row['sender_imbalance']:.4f} "
+        f"plan_s={row['plan_s']:.3f} operations_s={row['operations_s']:.3f} "
+        f"cpu_s={row['plan_and_operations_cpu_s']:.3f}"
+    )
+    if "awex" in row:
+        local_s, whole_s = min(row["awex"]["local_s"].values()), row["awex"]["global_s"]
+        text += f" awex_all_s={whole_s:.1f} awex_one_s={local_s:.2f}"
+    return text
+
+
 def table(rows: Sequence[Figures]) -> str:
     """Two tables for people: megarl's plan with awex's beside it, and what methods move."""
     first, second = [list(PLAN_HEADS)], [list(METHOD_HEADS)]
