@@ -7,8 +7,8 @@ The experts of a layer share one tensor with a leading dim of experts, whatever 
 memory. Knows nothing of torch: chunks come as plain values.
 
 Source: checkpoints saved by megatron-core 0.19.2 (transformer/transformer_block.py, mlp.py,
-moe/experts.py, multi_token_prediction.py). Experts and prediction layers are by these files' rules;
-the tests read real checkpoints of dense models only.
+moe/experts.py, multi_token_prediction.py). Layers for multi-token prediction, and experts saved as
+tensors of their own, are by these files' rules; the tests read real checkpoints of the rest.
 """
 
 from __future__ import annotations

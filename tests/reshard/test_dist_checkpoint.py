@@ -22,9 +22,11 @@ from megarl.reshard.explicit import full_layout
 from megarl.reshard.mesh import LearnerMesh
 from megarl.reshard.plan import make_plan
 from megarl.reshard.proof import prove_layout
-from tests.reshard.dist_checkpoint_ranks import CASES
+from tests.reshard.dist_checkpoint_ranks import CASES, EXPERTS, LEARNERS
 from tests.reshard.learner_slices import megatron_slices
 from tests.reshard.models import Arrays, execute, numbered, random_weights, tiny_shape
+
+WITH_OPTIMIZER = [number for number, case in enumerate(LEARNERS) if not case.metadata]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [*torchrun, "--nproc-per-node", "2", "-m", "tests.reshard.dist_checkpoint_ranks", str(out)],
         check=True,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     return out
@@ -44,17 +46,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_real_checkpoint_gives_back_the_original_weights(saved: Path, case: int) -> None:
     shape = CASES[case].shape
     checkpoint = DistCheckpoint(saved / str(case))
+    has_optimizer = any(chunk.key.startswith("optimizer.") for chunk in checkpoint.chunks)
+    assert has_optimizer is (case in WITH_OPTIMIZER)
     layout = dist_checkpoint_layout(shape, checkpoint.chunks)
     prove_layout(layout)
     whole = full_layout(layout.table)
     plan = make_plan(layout, whole)
-    found = {p.name: torch.zeros(p.shape, dtype=torch.bfloat16) for p in layout.parameters}
+    dtype = torch.float32 if CASES[case] in EXPERTS else torch.bfloat16
+    found = {p.name: torch.zeros(p.shape, dtype=dtype) for p in layout.parameters}
     for rank, file in enumerate(chunk_files(checkpoint.chunks)):
         mine = [(place(chunk), chunk) for chunk in checkpoint.chunks if chunk.file == file]
         stored = {p.local: checkpoint.read(chunk).reshape(p.shape) for p, chunk in mine}
         run(plan.between(rank, 0), stored, found)
     for name, array in random_weights(shape).items():
-        assert torch.equal(found[name], torch.from_numpy(array).bfloat16()), name
+        assert torch.equal(found[name], torch.from_numpy(array).to(dtype)), name
 
 
 def test_real_checkpoint_of_another_model_is_refused(saved: Path) -> None:
