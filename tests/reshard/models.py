@@ -1,25 +1,70 @@
-"""Tiny policies, their numbered tensors, and the plain slices that engines are known to hold.
-
-The slices are written head by head with numpy, on purpose unlike the intervals under test.
-"""
+"""Tiny policies, their numbered tensors, and plans carried out between numpy arrays."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
 from megarl.actor.parameters import parameter_table
-from megarl.actor.shape import ModelShape
+from megarl.actor.shape import LatentAttention, MixtureOfExperts, ModelShape
 from megarl.reshard.execute import clear_paddings, run
 from megarl.reshard.layout import Layout
-from megarl.reshard.mesh import LearnerMesh
 from megarl.reshard.plan import Plan
+from tests.reshard.learner_slices import Arrays, megatron_slices, padded
+from tests.reshard.server_slices import sglang_slices
 
-Arrays = dict[str, np.ndarray]
+__all__ = [
+    "FAMILY_FLAGS",
+    "MOE_FLAGS",
+    "Arrays",
+    "assert_equal",
+    "execute",
+    "held",
+    "megatron_slices",
+    "numbered",
+    "padded",
+    "random_weights",
+    "sglang_slices",
+    "tiny_shape",
+]
 
 FAMILY_FLAGS = {
     "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False},
     "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False},
     "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
+}
+
+TINY_EXPERTS = MixtureOfExperts(
+    num_experts=4,
+    experts_per_token=2,
+    expert_intermediate_size=8,
+    shared_intermediate_size=16,
+    router_bias=True,
+    scoring="sigmoid",
+    normalize=True,
+    scaling=1.0,
+    num_groups=1,
+    groups_per_token=1,
+    dense_layers=(0,),
+)
+QWEN3_EXPERTS = replace(
+    TINY_EXPERTS, shared_intermediate_size=0, router_bias=False, scoring="softmax", dense_layers=()
+)
+TINY_LATENT = LatentAttention(
+    q_lora_rank=6, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4
+)
+
+MOE_FLAGS = {
+    "Qwen3MoeForCausalLM": {"qkv_bias": False, "qk_norm": True, "moe": QWEN3_EXPERTS},
+    "DeepseekV3ForCausalLM": {
+        "qkv_bias": False,
+        "qk_norm": False,
+        "num_kv_heads": 4,
+        "moe": TINY_EXPERTS,
+        "mla": TINY_LATENT,
+    },
+    "Glm4MoeForCausalLM": {"qkv_bias": True, "qk_norm": True, "moe": TINY_EXPERTS},
 }
 
 
@@ -39,7 +84,7 @@ def tiny_shape(architecture: str = "Qwen3ForCausalLM", **changes: object) -> Mod
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "max_positions": 128,
-        **FAMILY_FLAGS[architecture],
+        **{**FAMILY_FLAGS, **MOE_FLAGS}[architecture],
     }
     return ModelShape(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -74,11 +119,13 @@ def held(layout: Layout, fill: int = -1) -> list[Arrays]:
 
 
 def execute(plan: Plan, sources: list[Arrays], destination: Layout) -> list[Arrays]:
-    """The destination's arrays after all moves, paddings cleared."""
+    """The destination's arrays after all moves, paddings cleared. The ranks are 0, 1, 2, ..."""
     arrays = held(destination)
+    for late in (False, True):  # what is fanned out has come to the node before
+        for move in plan.moves:
+            if (move.link == "fanout") == late:
+                run([move], (arrays if late else sources)[move.src], arrays[move.dst])
     for rank, mine in zip(destination.ranks, arrays, strict=True):
-        for src, theirs in enumerate(sources):
-            run(plan.between(src, rank.rank), theirs, mine)
         clear_paddings(rank, mine)
     return arrays
 
@@ -90,91 +137,3 @@ def assert_equal(found: list[Arrays], wanted: list[Arrays]) -> None:
         for name, array in theirs.items():
             assert mine[name].shape == array.shape, (rank, name)
             np.testing.assert_array_equal(mine[name], array, err_msg=f"rank {rank} {name}")
-
-
-def padded(rows: np.ndarray, num_rows: int) -> np.ndarray:
-    """`rows` with zero rows below."""
-    return np.concatenate([rows, np.zeros((num_rows - len(rows), *rows.shape[1:]), rows.dtype)])
-
-
-def megatron_slices(
-    shape: ModelShape, mesh: LearnerMesh, rank: int, tensors: Arrays, divisor: int
-) -> Arrays:
-    """What Megatron's rank holds: group-interleaved qkv, [gate; up], padded vocabulary."""
-    t, stage, _ = mesh.coordinates(rank)
-    tp, groups, dim = mesh.tp, shape.num_kv_heads, shape.head_dim
-    unit = divisor * tp
-    vocab_rows = -(-shape.vocab_size // unit) * unit
-
-    def part(array: np.ndarray, axis: int = 0) -> np.ndarray:
-        return np.split(array, tp, axis)[t]
-
-    def fused(layer: str, suffix: str) -> np.ndarray:
-        q, k, v = (tensors[f"{layer}self_attn.{p}_proj.{suffix}"] for p in "qkv")
-        rows = []
-        for group in range(groups):
-            rows += [np.split(q, groups)[group], k[group * dim : (group + 1) * dim]]
-            rows += [v[group * dim : (group + 1) * dim]]
-        return part(np.concatenate(rows))
-
-    out: Arrays = {}
-    embedding = part(padded(tensors["model.embed_tokens.weight"], vocab_rows))
-    if stage == 0:
-        out["embedding.word_embeddings.weight"] = embedding
-    per_stage = shape.num_layers // mesh.pp
-    for local in range(per_stage):
-        hf, here = f"model.layers.{stage * per_stage + local}.", f"decoder.layers.{local}."
-        attention, mlp = here + "self_attention.", here + "mlp."
-        out[attention + "linear_qkv.layer_norm_weight"] = tensors[hf + "input_layernorm.weight"]
-        out[attention + "linear_qkv.weight"] = fused(hf, "weight")
-        if shape.qkv_bias:
-            out[attention + "linear_qkv.bias"] = fused(hf, "bias")
-        if shape.qk_norm:
-            out[attention + "q_layernorm.weight"] = tensors[hf + "self_attn.q_norm.weight"]
-            out[attention + "k_layernorm.weight"] = tensors[hf + "self_attn.k_norm.weight"]
-        out[attention + "linear_proj.weight"] = part(tensors[hf + "self_attn.o_proj.weight"], 1)
-        out[mlp + "linear_fc1.layer_norm_weight"] = tensors[hf + "post_attention_layernorm.weight"]
-        gate, up = (part(tensors[f"{hf}mlp.{p}_proj.weight"]) for p in ("gate", "up"))
-        out[mlp + "linear_fc1.weight"] = np.concatenate([gate, up])
-        out[mlp + "linear_fc2.weight"] = part(tensors[hf + "mlp.down_proj.weight"], 1)
-    if stage == mesh.pp - 1:
-        out["decoder.final_layernorm.weight"] = tensors["model.norm.weight"]
-        if not shape.tie_embeddings:
-            out["output_layer.weight"] = part(padded(tensors["lm_head.weight"], vocab_rows))
-        elif mesh.pp > 1:
-            out["output_layer.weight"] = embedding
-    return out
-
-
-def sglang_slices(shape: ModelShape, tp: int, rank: int, tensors: Arrays) -> Arrays:
-    """What SGLang's rank holds: its heads with copied kv heads, [gate; up], padded vocabulary."""
-    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    my_heads = range(rank * heads // tp, (rank + 1) * heads // tp)
-    my_kv_heads = sorted({head * kv_heads // heads for head in my_heads})
-    unit = 64 if -(-shape.vocab_size // 64) * 64 % tp == 0 else 64 * tp
-    vocab_rows = -(-shape.vocab_size // unit) * unit
-
-    def part(array: np.ndarray, axis: int = 0) -> np.ndarray:
-        return np.split(array, tp, axis)[rank]
-
-    def rows(array: np.ndarray, chosen: object) -> list[np.ndarray]:
-        return [array[head * dim : (head + 1) * dim] for head in chosen]  # type: ignore[attr-defined]
-
-    out: Arrays = {}
-    for name, array in tensors.items():
-        prefix, _, last = name.rpartition("_proj.")
-        if prefix.endswith(".q"):
-            k, v = (tensors[f"{prefix[:-1]}{p}_proj.{last}"] for p in "kv")
-            parts = rows(array, my_heads) + rows(k, my_kv_heads) + rows(v, my_kv_heads)
-            out[f"{prefix[:-1]}qkv_proj.{last}"] = np.concatenate(parts)
-        elif prefix.endswith("gate"):
-            up = tensors[name.replace("gate_proj", "up_proj")]
-            fused = name.replace("gate_proj", "gate_up_proj")
-            out[fused] = np.concatenate([part(array), part(up)])
-        elif prefix.endswith((".o", ".down")):
-            out[name] = part(array, 1)
-        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
-            out[name] = part(padded(array, vocab_rows))
-        elif not prefix:
-            out[name] = array
-    return out

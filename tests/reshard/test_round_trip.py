@@ -8,9 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.actor.parameters import parameter_table
+from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape
-from megarl.reshard.layout import Layout, disjoint_cover, full_layout, local_box
+from megarl.reshard.explicit import full_layout
+from megarl.reshard.layout import Layout, disjoint_cover, local_box
 from megarl.reshard.megatron import megatron_layout, megatron_rank
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.plan import make_plan, minimum_elements
@@ -54,12 +55,12 @@ def cases(draw: st.DrawFn) -> Case:
     return shape, mesh, ServerMesh(server_tp), draw(st.sampled_from([1, 8, 128]))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases())
 def test_any_policy_travels_from_file_to_megatron_to_sglang_and_back(case: Case) -> None:
     shape, mesh, server, divisor = case
     tensors = numbered(shape)
-    files = full_layout(parameter_table(shape))
+    files = full_layout(block_table(shape))
     learner = megatron_layout(shape, mesh, divisor)
     rollout = sglang_layout(shape, server)
 
@@ -75,7 +76,7 @@ def test_any_policy_travels_from_file_to_megatron_to_sglang_and_back(case: Case)
     assert_equal(execute(make_plan(rollout, files), in_sglang, files), [tensors])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases())
 def test_any_plan_writes_every_destination_element_exactly_once(case: Case) -> None:
     shape, mesh, server, divisor = case
@@ -92,7 +93,7 @@ def test_any_plan_writes_every_destination_element_exactly_once(case: Case) -> N
     assert plan.num_elements() == minimum_elements(rollout)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases())
 def test_any_disjoint_cover_has_every_global_element_once(case: Case) -> None:
     shape, mesh, server, divisor = case
@@ -112,7 +113,7 @@ def assert_covered_once(layout: Layout) -> None:
     assert all((count == 1).all() for count in counts.values())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cases())
 def test_the_same_layout_twice_keeps_every_element_on_its_rank_or_a_replica(case: Case) -> None:
     shape, mesh, _, divisor = case
@@ -128,7 +129,7 @@ def test_the_same_layout_twice_keeps_every_element_on_its_rank_or_a_replica(case
     assert_equal(execute(plan, arrays, layout), arrays)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cases())
 def test_one_rank_built_alone_is_the_rank_of_the_whole_layout(case: Case) -> None:
     shape, mesh, _, divisor = case
