@@ -1,4 +1,4 @@
-"""The command line: train | config | help. Owns its form, its help and the exit status.
+"""The command line: train | config | reshard | help. Owns its form, its help and the exit status.
 
 Knows nothing of components: settings are described by `config/`, a run is made by `launch/`.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl import __version__
-from megarl.config.load import load_config
+from megarl.config.load import load_config, load_layout
 from megarl.config.render import render_config, toml_value
 from megarl.config.schema import Config
 from megarl.config.settings import (
@@ -23,6 +23,7 @@ from megarl.config.settings import (
 )
 from megarl.config.violation import Violation
 from megarl.errors import ConfigError, MegarlError
+from megarl.reshard.fabric import DEFAULT, FABRICS, fabric_of
 from megarl.rollout.engine_args import violations
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -33,10 +34,25 @@ megarl: reinforcement learning for language models; Megatron-Core learns, SGLang
 
   megarl train CONFIG [--group.setting VALUE ...]    run, or continue, what CONFIG describes
   megarl config CONFIG [--group.setting VALUE ...]   print every setting, resolved and checked
+  megarl reshard explain CONFIG [--group.setting VALUE ...] [--tensor NAME] [--json]
+                                                     how weights travel from learner to servers
   megarl help [NAME]                                 describe a setting, a group, or all of them
   megarl --version
 
 CONFIG is a TOML file. --group.setting=VALUE works too, and a flag alone means true.
+"""
+
+RESHARD = f"""\
+megarl reshard explain CONFIG [--group.setting VALUE ...]   how weights travel, from settings alone
+
+  --tensor NAME         besides, the way of one tensor by its name in a Hugging Face checkpoint; the
+                        number of an expert may be *
+  --fabric NAME         rates that seconds are predicted with, default {DEFAULT}; one of
+                        {", ".join(FABRICS)}
+  --gpus-per-node N     GPUs that share NVLink; default that of the fabric
+  --json                one JSON object instead of a page
+
+Needs no GPU, no engine and of actor.model only config.json. It plans more than a run can do yet.
 """
 
 
@@ -77,6 +93,14 @@ def _dispatch(given: list[str]) -> int:
             return _train(path, overrides)
         case ["config", path, *overrides] if not path.startswith("-"):
             print(render_config(_load(path, overrides)), end="")
+        case ["reshard", *rest] if not rest or "-h" in rest or "--help" in rest:
+            print(RESHARD, end="")
+        case ["reshard", "explain", path, *rest] if not path.startswith("-"):
+            print(_explain(path, rest))
+        case ["reshard", *_]:
+            raise ConfigError(
+                "megarl reshard takes explain and a TOML file first: megarl reshard explain CONFIG"
+            )
         case ["train" | "config" as command, *_]:
             raise ConfigError(
                 f"megarl {command} needs a TOML file first: megarl {command} CONFIG [--name value]"
@@ -86,7 +110,9 @@ def _dispatch(given: list[str]) -> int:
         case ["help", name]:
             print(_reference(_matching(name)))
         case [command, *_]:
-            raise ConfigError(f"{command!r} is no command of megarl; use train, config or help")
+            raise ConfigError(
+                f"{command!r} is no command of megarl; use train, config, reshard or help"
+            )
     return 0
 
 
@@ -95,6 +121,45 @@ def _train(path: str, overrides: list[str]) -> int:
 
     config = _load(path, overrides)
     return run_training(config, Path(config.run.dir).absolute() / config.run.name)
+
+
+def _explain(path: str, arguments: list[str]) -> str:
+    from megarl.config.explain import explain_run  # other commands start without the planner
+
+    flags, overrides = _flags(arguments)
+    config = load_layout(path, overrides, [_engine_args])
+    return explain_run(
+        config,
+        tensor=flags.get("--tensor"),
+        fabric=fabric_of(flags.get("--fabric", DEFAULT)),
+        gpus_per_node=_number("--gpus-per-node", flags.get("--gpus-per-node")),
+        as_json="--json" in flags,
+    )
+
+
+def _flags(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The options of `reshard explain` among `arguments`, and the others."""
+    flags: dict[str, str] = {}
+    others: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, assigned, text = argument.partition("=")
+        if argument == "--json":
+            flags[argument] = ""
+        elif name in ("--tensor", "--fabric", "--gpus-per-node"):
+            if not assigned and (not rest or rest[0].startswith("--")):
+                raise ConfigError(f"{name} needs a value; `megarl reshard --help` describes it")
+            flags[name] = text if assigned else rest.pop(0)
+        else:
+            others.append(argument)
+    return flags, others
+
+
+def _number(name: str, text: str | None) -> int | None:
+    if text is not None and not (text.isdecimal() and int(text) > 0):
+        raise ConfigError(f"{name} {text}: expected a number from 1 up")
+    return None if text is None else int(text)
 
 
 def _load(path: str, overrides: list[str]) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import types
@@ -13,7 +14,9 @@ import megarl
 from megarl.cli import main
 from megarl.errors import LearnerError, MegarlError
 
-EXAMPLE = str(Path(__file__).parent.parent / "examples" / "quickstart.toml")
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLE = str(EXAMPLES / "quickstart.toml")
+LLAMA = str(EXAMPLES / "reshard" / "llama-3.1-405b.toml")
 
 
 @pytest.fixture
@@ -69,6 +72,18 @@ def test_train_hands_settings_and_run_folder_to_the_launcher(
         ["train", EXAMPLE, "--learner.parallel.tp", "3"],
         ["train", EXAMPLE, "--prompts.template", "chat"],
         ["help", "no.such.setting"],
+        ["reshard", "explain"],
+        ["reshard", "show", EXAMPLE],
+        ["reshard", "explain", "no-such-file.toml"],
+        ["reshard", "explain", EXAMPLE, "--no.such", "1"],
+        ["reshard", "explain", EXAMPLE, "--learner.parallel.tp", "3"],
+        ["reshard", "explain", EXAMPLE, "--actor.model", "no-such-folder"],
+        ["reshard", "explain", EXAMPLE, "--rollout.engine_args.mem_fraction", "0.5"],
+        ["reshard", "explain", EXAMPLE, "--learner.transformer_config.add_bias_linear", "true"],
+        ["reshard", "explain", EXAMPLE, "--fabric", "token-ring"],
+        ["reshard", "explain", EXAMPLE, "--gpus-per-node", "0"],
+        ["reshard", "explain", EXAMPLE, "--json", "--tensor"],
+        ["reshard", "explain", EXAMPLE, "--tensor", "model.layers.0.self_attn.q_porj.weight"],
     ],
 )
 def test_wrong_input_ends_with_status_2_and_one_error(arguments, run_training, capsys) -> None:
@@ -154,3 +169,70 @@ def test_output_into_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m megarl help | head -1"
     answer = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True)
     assert (answer.returncode, answer.stderr) == (0, b"")
+
+
+def test_reshard_explain_prints_layouts_bytes_and_seconds(capsys) -> None:
+    assert main(["reshard", "explain", LLAMA, "--fabric=h200"]) == 0
+    out = capsys.readouterr().out
+    words = " ".join(out.split())
+    assert "512 ranks: tp 8 x cp 1 x dp 4 x pp 16; bf16" in words
+    assert "256 ranks: 16 servers of 16: tp 16; bf16" in words
+    assert "learner on nodes 0..63, servers on nodes 64..95" in words
+    assert "moved / minimum 1.0000" in words
+    assert "h200 (DGX H200" in words
+    assert max(len(line) for line in out.splitlines()) <= 110
+
+
+def test_reshard_explain_shows_one_tensor(capsys) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert main(["reshard", "explain", LLAMA, "--tensor", name]) == 0
+    out = capsys.readouterr().out
+    assert "[128:256]   @2048  1..25 by 8" in out
+    assert "fanout   @1024 -> @1024" in out
+
+
+def test_reshard_explain_gives_one_json_object(capsys) -> None:
+    arguments = [f"--tensor={name}" for name in ("model.norm.weight",)]
+    assert main(["reshard", "explain", LLAMA, "--json", *arguments, "--gpus-per-node", "16"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["learner"]["num_ranks"] == 512
+    assert found["servers"] | {"layout": ""} == {
+        "layout": "",
+        "num_ranks": 256,
+        "servers": 16,
+        "tp": 16,
+        "ep": 1,
+        "pp": 1,
+        "attention_dp": 1,
+    }
+    assert found["placement"]["gpus_per_node"] == 16
+    assert len(found["placement"]["learner_nodes"]) == 32
+    assert found["tensor"]["shape"] == [16384]
+
+
+def test_reshard_explain_names_a_size_that_does_not_divide(capsys) -> None:
+    assert main(["reshard", "explain", LLAMA, "--learner.parallel.last_stage_layers", "8"]) == 2
+    assert "the 111 layers left do not split" in capsys.readouterr().err
+
+
+def test_reshard_explain_lists_all_violations(capsys) -> None:
+    wrong = ["--rollout.parallel.ep", "3", "--learner.parallel.cp", "3"]
+    assert main(["reshard", "explain", LLAMA, *wrong]) == 2
+    assert "2 things keep this from running" in capsys.readouterr().err
+
+
+def test_reshard_explain_loads_no_torch_and_no_engine() -> None:
+    program = (
+        "import sys; from megarl.cli import main; "
+        f"assert main(['reshard', 'explain', {LLAMA!r}]) == 0; "
+        "loaded = {'torch', 'megatron', 'sglang', 'transformers'} & set(sys.modules); "
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["explain", "-h"]])
+def test_help_of_reshard_names_its_options(arguments, capsys) -> None:
+    assert main(["reshard", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert [name for name in ("--tensor", "--fabric", "--json") if name not in out] == []

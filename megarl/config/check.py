@@ -21,6 +21,7 @@ from megarl.config.check_model import (
     check_trained,
     longest_sample,
 )
+from megarl.config.check_parallel import check_ranks, check_runnable
 from megarl.config.schema import Config
 from megarl.config.transformer_fields import field_violations
 from megarl.config.violation import Violation
@@ -58,7 +59,8 @@ def check_settings(config: Config) -> list[Violation]:
     checks = (
         _names,
         _batches,
-        _processes,
+        check_ranks,
+        check_runnable,
         _lengths,
         _transformer_fields,
         _prompts,
@@ -118,19 +120,6 @@ def _batches(config: Config) -> Iterator[Violation]:
             f"rollout.samples_per_prompt = {rollout.samples_per_prompt}, and a group is asked for "
             "in one request; raise it",
             ("rollout.max_inflight_samples", "rollout.samples_per_prompt"),
-        )
-
-
-def _processes(config: Config) -> Iterator[Violation]:
-    parallel, processes = config.learner.parallel, config.placement.learner_gpus
-    ranks = parallel.tp * parallel.pp
-    if processes % ranks:
-        nearest = -(-processes // ranks) * ranks
-        yield Violation(
-            f"placement.learner_gpus = {processes} is no multiple of learner.parallel.tp x "
-            f"learner.parallel.pp = {parallel.tp} x {parallel.pp} = {ranks}; "
-            f"use {nearest}, or 0 for one data-parallel rank",
-            ("placement.learner_gpus", "learner.parallel.tp", "learner.parallel.pp"),
         )
 
 

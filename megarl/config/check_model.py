@@ -89,7 +89,7 @@ def _learner_layout(config: Config, shape: ModelShape) -> Iterator[Violation]:
             f"learner.parallel.tp = {tp}: {'; '.join(faults)}; use {sizes}",
             ("learner.parallel.tp", "actor.model"),
         )
-    if shape.num_layers % pp:
+    if shape.num_layers % pp and config.learner.parallel.even:
         sizes = allowed_sizes(lambda size: shape.num_layers % size == 0, shape.num_layers)
         yield Violation(
             f"learner.parallel.pp = {pp}: {shape.num_layers} layers do not split into {pp} equal "

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megarl.config.check import check_config
+from megarl.config.check_parallel import check_layout
 from megarl.config.overrides import COMMAND_LINE, parse_overrides
 from megarl.config.render import toml_value
 from megarl.config.schema import Config
@@ -40,11 +41,23 @@ def load_config(
     others. Raises ConfigError with every violation; combinations of values that are wrong
     themselves are not judged.
     """
+    return _checked(path, overrides, (check_config, *more_checks))
+
+
+def load_layout(
+    path: str | Path, overrides: Sequence[str] = (), more_checks: Sequence[Check] = ()
+) -> Config:
+    """As `load_config`, but checked only for what layouts are made of: no weights, no prompts, no
+    limits of this machine or of what can be trained and served."""
+    return _checked(path, overrides, (check_layout, *more_checks))
+
+
+def _checked(path: str | Path, overrides: Sequence[str], checks: Sequence[Check]) -> Config:
     draft = _Draft(Path(path), overrides)
     config, wrong = draft.validated()
     violations = draft.violations + wrong
     bad = {name for violation in violations for name in violation.settings}
-    found = [v for check in (check_config, *more_checks) for v in check(config)]
+    found = [v for check in checks for v in check(config)]
     violations += [v for v in found if not bad.intersection(v.settings)]
     if violations:
         raise ConfigError([violation.text for violation in violations])

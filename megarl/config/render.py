@@ -38,6 +38,8 @@ def derived_values(config: Config) -> list[tuple[str, str]]:
     per_step = config.samples_per_step
     steps = learner.optimizer_steps_per_rollout * learner.epochs_per_rollout
     parallel = learner.parallel
+    cp = f"cp {parallel.cp} x " if parallel.cp > 1 else ""
+    pp = f" x pp {rollout.parallel.pp}" if rollout.parallel.pp > 1 else ""
     return [
         (
             "samples per step",
@@ -55,11 +57,12 @@ def derived_values(config: Config) -> list[tuple[str, str]]:
         (
             "learner processes",
             f"{config.learner_processes} "
-            f"(tp {parallel.tp} x pp {parallel.pp} x dp {config.data_parallel})",
+            f"(tp {parallel.tp} x pp {parallel.pp} x {cp}dp {config.data_parallel})",
         ),
         (
             "rollout processes",
-            f"{config.rollout_processes} ({rollout.servers} servers x tp {rollout.parallel.tp})",
+            f"{config.rollout_processes} "
+            f"({rollout.servers} servers x tp {rollout.parallel.tp}{pp})",
         ),
     ]
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-
-
-class Group(BaseModel):
-    """A group of settings: unknown keys are refused, values never change after loading."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+from megarl.config.group import (
+    Group,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+)
+from megarl.config.parallel import (
+    LearnerParallelConfig,
+    PlacementConfig,
+    RolloutParallelConfig,
+    RolloutPrecisionConfig,
+)
 
 
 class RunConfig(Group):
@@ -85,13 +86,6 @@ class SamplingConfig(Group):
     """Texts that end a response; each must be one token. The model's own end tokens always stop."""
 
 
-class RolloutParallelConfig(Group):
-    """Layout of one rollout server."""
-
-    tp: Positive = 1
-    """Tensor-parallel ranks of one server."""
-
-
 class RolloutConfig(Group):
     """Stage b: SGLang servers and what is asked of them."""
 
@@ -102,23 +96,15 @@ class RolloutConfig(Group):
     max_inflight_samples: Positive = 256
     """Responses being generated at one time, over all servers."""
     servers: Positive = 1
-    """Number of servers, each with `rollout.parallel.tp` ranks."""
+    """Number of servers, each with `rollout.parallel.tp` x `rollout.parallel.pp` ranks."""
     sampling: SamplingConfig = SamplingConfig()
     parallel: RolloutParallelConfig = RolloutParallelConfig()
+    precision: RolloutPrecisionConfig = RolloutPrecisionConfig()
     max_total_tokens: NonNegative = 16384
     """Tokens in a server's KV cache. 0 lets SGLang decide (on a CPU it would take all memory)."""
     engine_args: dict[str, int | float | str | bool] = {}
     """SGLang server arguments that megarl does not model, by field name; unknown ones are
     refused."""
-
-
-class LearnerParallelConfig(Group):
-    """Layout of the learner; the data-parallel size follows from `placement.learner_gpus`."""
-
-    tp: Positive = 1
-    """Tensor-parallel ranks."""
-    pp: Positive = 1
-    """Pipeline stages."""
 
 
 class PrecisionConfig(Group):
@@ -239,15 +225,6 @@ class WeightSyncConfig(Group):
     """`shared`: through memory that learner and server ranks of one host share."""
 
 
-class PlacementConfig(Group):
-    """Which processes run, and where."""
-
-    mode: Literal["disaggregated"] = "disaggregated"
-    """`disaggregated`: learner and servers have processes (on GPUs: devices) of their own."""
-    learner_gpus: NonNegative = 0
-    """Learner processes, each with one GPU where there is one. 0 means one data-parallel rank."""
-
-
 class CheckpointConfig(Group):
     """Saving and resuming."""
 
@@ -353,14 +330,13 @@ class Config(Group):
 
     @property
     def learner_processes(self) -> int:
-        """Ranks of the learner: TP x PP x DP."""
-        parallel = self.learner.parallel
-        return self.placement.learner_gpus or parallel.tp * parallel.pp
+        """Ranks of the learner: TP x PP x CP x DP."""
+        return self.placement.learner_gpus or self.learner.parallel.num_ranks
 
     @property
     def data_parallel(self) -> int:
         """Data-parallel ranks of the learner."""
-        return self.learner_processes // (self.learner.parallel.tp * self.learner.parallel.pp)
+        return self.learner_processes // self.learner.parallel.num_ranks
 
     @property
     def samples_per_step(self) -> int:
@@ -370,7 +346,7 @@ class Config(Group):
     @property
     def rollout_processes(self) -> int:
         """Ranks of all rollout servers."""
-        return self.rollout.servers * self.rollout.parallel.tp
+        return self.rollout.servers * self.rollout.parallel.num_ranks
 
     @property
     def worst_staleness_steps(self) -> int:

@@ -24,6 +24,13 @@ FROM_MODEL = frozenset(
 SET_BY = {
     "tensor_model_parallel_size": "learner.parallel.tp",
     "pipeline_model_parallel_size": "learner.parallel.pp",
+    "virtual_pipeline_model_parallel_size": "learner.parallel.vpp",
+    "context_parallel_size": "learner.parallel.cp",
+    "expert_model_parallel_size": "learner.parallel.ep",
+    "expert_tensor_parallel_size": "learner.parallel.etp",
+    "num_layers_in_first_pipeline_stage": "learner.parallel.first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "learner.parallel.last_stage_layers",
+    "pipeline_model_parallel_layout": "learner.parallel.pipeline_layout",
     "bf16": "learner.precision.params",
     "fp16": "learner.precision.params",
     "use_cpu_initialization": "launch.device",

@@ -146,6 +146,22 @@ def operations_from(plan: Plan, rank: int) -> Operations:
     return writer.done(by_destination=False)
 
 
+def operations_of(plan: Plan, block: int, parameter: int) -> Operations:
+    """All copies of one parameter of one block, to all ranks."""
+    writer = _Writer(plan)
+    for number, segment in enumerate(plan.segments):
+        ks = [k for k, (other, _, _) in enumerate(segment.blocks) if other == block]
+        if not ks:
+            continue
+        pairing = plan.pairings[segment.pairing]
+        groups = pairing.destination.groups[0]
+        mine = np.flatnonzero(pairing.parameter[pairing.start[:-1]] == parameter)
+        for flow in mine.tolist():
+            for member in range(len(groups[int(pairing.flow_destination[flow])])):
+                writer.receive(number, segment, flow, member, ks)
+    return writer.done(by_destination=True)
+
+
 class _Writer:
     """Rows being collected."""
 
@@ -153,10 +169,18 @@ class _Writer:
         self.plan = plan
         self.parts: list[tuple[Ints, ...]] = []
 
-    def receive(self, number: int, segment: Segment, flow: int, member: int) -> None:
-        """What one holder of a flow's destination gets, over all blocks."""
+    def receive(
+        self,
+        number: int,
+        segment: Segment,
+        flow: int,
+        member: int,
+        blocks: Sequence[int] | None = None,
+    ) -> None:
+        """What one holder of a flow's destination gets, over some of the segment's blocks."""
         found: Route = self.plan.routes[number][flow]
-        blocks = range(len(segment.blocks))
+        if blocks is None:
+            blocks = range(len(segment.blocks))
         j = -1
         for delivery in found.deliveries:
             j += not delivery.near

@@ -1,0 +1,139 @@
+"""Parallel sizes against each other, and which of them a run cannot do yet.
+
+Owns the arithmetic of ranks and the refusals of what only `megarl reshard explain` plans so far.
+Whether a model divides is in `check_model.py` for a run; a layout says it itself for a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.actor.shape import read_shape
+from megarl.config.schema import Config
+from megarl.config.transformer_fields import field_violations
+from megarl.config.violation import Violation
+from megarl.errors import ModelError
+
+NO_ALL_TO_ALL = "none"  # the default of SGLang's moe_a2a_backend
+
+PLANNED = "`megarl reshard explain` plans it"
+TRAINED = "the learner computes with tensor, pipeline and data parallelism only"
+SERVED = "the weight sync writes tensor-parallel servers only"
+
+
+def check_layout(config: Config) -> list[Violation]:
+    """What keeps `config` from being laid out, with the model's config.json read but no weights.
+
+    Sizes that do not divide the model are not among it: the layouts name them when they are made.
+    """
+    found: list[Violation] = []
+    try:
+        read_shape(config.actor.model)
+    except ModelError as error:
+        found.append(Violation(str(error), ("actor.model",)))
+    found += check_ranks(config)
+    found += _servers(config)
+    name = "learner.transformer_config"
+    found += [
+        Violation(text, (name,)) for text in field_violations(config.learner.transformer_config)
+    ]
+    return found
+
+
+def check_ranks(config: Config) -> Iterator[Violation]:
+    """The learner's ranks, and the ways to say which layers a pipeline stage has."""
+    parallel, processes = config.learner.parallel, config.placement.learner_gpus
+    names = ["tp", "pp", "cp"] if parallel.cp > 1 else ["tp", "pp"]
+    sizes = [getattr(parallel, name) for name in names]
+    settings = tuple(f"learner.parallel.{name}" for name in names)
+    ranks = parallel.num_ranks
+    if processes % ranks:
+        nearest = -(-processes // ranks) * ranks
+        yield Violation(
+            f"placement.learner_gpus = {processes} is no multiple of {' x '.join(settings)} = "
+            f"{' x '.join(str(size) for size in sizes)} = {ranks}; "
+            f"use {nearest}, or 0 for one data-parallel rank",
+            ("placement.learner_gpus", *settings),
+        )
+    else:
+        yield from _experts(config)
+    ends = ("first_stage_layers", "last_stage_layers")
+    given = [f"learner.parallel.{end}" for end in ends if getattr(parallel, end)]
+    if parallel.pipeline_layout and given:
+        yield Violation(
+            f"learner.parallel.pipeline_layout already says how many layers each stage has; "
+            f"remove it, or {' and '.join(given)}",
+            ("learner.parallel.pipeline_layout", *given),
+        )
+
+
+def _experts(config: Config) -> Iterator[Violation]:
+    parallel = config.learner.parallel
+    stage = config.learner_processes // parallel.pp
+    shards = parallel.ep * parallel.etp
+    if stage % shards:
+        yield Violation(
+            f"learner.parallel.ep x learner.parallel.etp = {parallel.ep} x {parallel.etp} = "
+            f"{shards} does not divide the {stage} ranks of a pipeline stage (tp x cp x dp); use "
+            "sizes that do, or other placement.learner_gpus",
+            ("learner.parallel.ep", "learner.parallel.etp", "placement.learner_gpus"),
+        )
+
+
+def _servers(config: Config) -> Iterator[Violation]:
+    parallel, arguments = config.rollout.parallel, config.rollout.engine_args
+    for name in ("ep", "attention_dp"):
+        size = getattr(parallel, name)
+        if parallel.tp % size:
+            yield Violation(
+                f"rollout.parallel.{name} = {size} does not divide rollout.parallel.tp = "
+                f"{parallel.tp}; use one that does",
+                (f"rollout.parallel.{name}", "rollout.parallel.tp"),
+            )
+    # SGLang then sets ep to tp by itself: _a2a_ep_size, sglang 0.5.23 arg_groups/overrides.py
+    backend = arguments.get("moe_a2a_backend", NO_ALL_TO_ALL)
+    if backend != NO_ALL_TO_ALL and parallel.ep != parallel.tp:
+        yield Violation(
+            f"rollout.engine_args.moe_a2a_backend = {backend!r} gives each rank whole experts; "
+            f"use rollout.parallel.ep = {parallel.tp}, as many as rollout.parallel.tp",
+            ("rollout.engine_args", "rollout.parallel.ep", "rollout.parallel.tp"),
+        )
+    if arguments.get("enable_dp_lm_head") and parallel.attention_dp == 1:
+        yield Violation(
+            "rollout.engine_args.enable_dp_lm_head needs rollout.parallel.attention_dp above 1",
+            ("rollout.engine_args", "rollout.parallel.attention_dp"),
+        )
+
+
+def check_runnable(config: Config) -> Iterator[Violation]:
+    """What can be laid out and planned, but not be trained or served yet."""
+    learner, rollout = config.learner.parallel, config.rollout
+    for name in ("vpp", "cp", "ep", "etp"):
+        size = getattr(learner, name)
+        if size > 1:
+            yield _not_yet(f"learner.parallel.{name}", size, TRAINED, 1)
+    for name, unset in (
+        ("first_stage_layers", 0),
+        ("last_stage_layers", 0),
+        ("pipeline_layout", ""),
+    ):
+        value = getattr(learner, name)
+        if value != unset:
+            reason = "the learner's pipeline stages all have the same number of layers"
+            yield _not_yet(f"learner.parallel.{name}", value, reason, unset)
+    for name in ("ep", "pp", "attention_dp"):
+        size = getattr(rollout.parallel, name)
+        if size > 1:
+            yield _not_yet(f"rollout.parallel.{name}", size, SERVED, 1)
+    if rollout.precision.weights != "policy":
+        reason = "the weight sync writes unquantized parameters only"
+        yield _not_yet("rollout.precision.weights", rollout.precision.weights, reason, "policy")
+    if config.placement.mode != "disaggregated":
+        reason = "learner and servers cannot share GPUs"
+        yield _not_yet("placement.mode", config.placement.mode, reason, "disaggregated")
+
+
+def _not_yet(name: str, found: object, reason: str, use: object) -> Violation:
+    shown = repr(found) if found == "" or name.endswith("pipeline_layout") else found
+    wanted = "leave it empty" if use == "" else f"use {use}"
+    return Violation(f"{name} = {shown}: {reason} as yet; {wanted} ({PLANNED})", (name,))

@@ -1,0 +1,86 @@
+"""The settings that say over which ranks learner and servers are laid out, and where those run.
+
+They describe more than a run can do: what `megarl train` refuses, `megarl reshard explain` plans.
+Checks are in `check_parallel.py`; what the settings mean as layouts is in `layouts.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megarl.config.group import Group, NonNegative, Positive
+
+
+class RolloutParallelConfig(Group):
+    """Layout of one rollout server. A run takes `tp` alone as yet; `megarl reshard explain` plans
+    all."""
+
+    tp: Positive = 1
+    """Tensor-parallel ranks of one pipeline stage of a server."""
+    ep: Positive = 1
+    """Parts that the routed experts are divided into; each expert is cut over tp / ep ranks."""
+    pp: Positive = 1
+    """Pipeline stages of one server."""
+    attention_dp: Positive = 1
+    """Copies of the attention in one server (SGLang's --dp-size with --enable-dp-attention)."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one server."""
+        return self.tp * self.pp
+
+
+class RolloutPrecisionConfig(Group):
+    """Number formats of the servers. A run takes `policy` alone as yet."""
+
+    weights: Literal["policy", "fp8"] = "policy"
+    """`policy`: as `learner.precision.params`; `fp8`: float8 (e4m3) in square blocks with a float32
+    scale each."""
+    fp8_block: Positive = 128
+    """Rows and columns of such a block."""
+
+
+class LearnerParallelConfig(Group):
+    """Layout of the learner; the data-parallel size follows from `placement.learner_gpus`. A run
+    takes `tp` and `pp` alone as yet; `megarl reshard explain` plans all."""
+
+    tp: Positive = 1
+    """Tensor-parallel ranks."""
+    pp: Positive = 1
+    """Pipeline stages."""
+    vpp: Positive = 1
+    """Model chunks of each pipeline stage (virtual pipeline)."""
+    cp: Positive = 1
+    """Context-parallel ranks."""
+    ep: Positive = 1
+    """Expert-parallel ranks; with `etp` they divide the ranks of a stage, tp x cp x dp."""
+    etp: Positive = 1
+    """Tensor-parallel ranks of each routed expert."""
+    first_stage_layers: NonNegative = 0
+    """Decoder layers of the first pipeline stage. 0 means as many as the others."""
+    last_stage_layers: NonNegative = 0
+    """Decoder layers of the last pipeline stage. 0 means as many as the others."""
+    pipeline_layout: str = ""
+    """The pipeline written out in Megatron's letters, such as `Et*3|(tt|)*29,m|L`: E embedding, t
+    decoder layer, m MTP layer, L loss, | ends a chunk. Empty means the settings above."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one data-parallel replica."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def even(self) -> bool:
+        """Whether all pipeline stages have the same number of layers."""
+        return not (self.first_stage_layers or self.last_stage_layers or self.pipeline_layout)
+
+
+class PlacementConfig(Group):
+    """Which processes run, and where."""
+
+    mode: Literal["disaggregated", "colocated"] = "disaggregated"
+    """`disaggregated`: learner and servers have processes (on GPUs: devices) of their own;
+    `colocated`: the i-th learner rank and the i-th server rank share the i-th GPU, which only
+    `megarl reshard explain` can plan as yet."""
+    learner_gpus: NonNegative = 0
+    """Learner processes, each with one GPU where there is one. 0 means one data-parallel rank."""

@@ -1,0 +1,127 @@
+"""What only `megarl reshard explain` can do is refused by a run in words; nothing is ignored."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megarl.actor.shape import read_shape
+from megarl.config.layouts import learner_pipeline, run_layouts, server_mesh
+from megarl.config.load import load_layout, read_config
+from megarl.errors import ConfigError, LayoutError
+from tests.actor.published import PUBLISHED
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learner.parallel.vpp", "2"),
+        ("learner.parallel.cp", "2"),
+        ("learner.parallel.first_stage_layers", "1"),
+        ("learner.parallel.last_stage_layers", "1"),
+        ("learner.parallel.pipeline_layout", "Et*4L"),
+        ("rollout.parallel.pp", "2"),
+        ("rollout.precision.weights", "fp8"),
+        ("placement.mode", "colocated"),
+    ],
+)
+def test_run_refuses_what_is_only_planned(place, name: str, value: str) -> None:
+    text = place.violation(f"--{name}", value)
+    assert text.startswith(name)
+    assert "`megarl reshard explain` plans it" in text
+
+
+@pytest.mark.parametrize("name", ["learner.parallel.ep", "learner.parallel.etp"])
+def test_run_refuses_experts_ranks(place, name: str) -> None:
+    assert f"{name} = 2" in place.violation(f"--{name}", "2", "--placement.learner_gpus", "2")
+
+
+@pytest.mark.parametrize("name", ["rollout.parallel.ep", "rollout.parallel.attention_dp"])
+def test_run_refuses_servers_that_are_more_than_tensor_parallel(place, name: str) -> None:
+    assert f"{name} = 2" in place.violation(f"--{name}", "2", "--rollout.parallel.tp", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            "--learner.parallel.cp 2 --placement.learner_gpus 3",
+            "placement.learner_gpus = 3 is no multiple of learner.parallel.tp x "
+            "learner.parallel.pp x learner.parallel.cp = 1 x 1 x 2 = 2; use 4",
+        ),
+        (
+            "--learner.parallel.ep 3 --placement.learner_gpus 4",
+            "learner.parallel.ep x learner.parallel.etp = 3 x 1 = 3 does not divide the 4 ranks",
+        ),
+        (
+            "--learner.parallel.pipeline_layout Et*4L --learner.parallel.first_stage_layers 1",
+            "learner.parallel.pipeline_layout already says how many layers each stage has",
+        ),
+        (
+            "--rollout.parallel.attention_dp 2",
+            "rollout.parallel.attention_dp = 2 does not divide rollout.parallel.tp = 1",
+        ),
+        (
+            "--rollout.parallel.tp 2 --rollout.engine_args.moe_a2a_backend deepep",
+            "use rollout.parallel.ep = 2, as many as rollout.parallel.tp",
+        ),
+        (
+            "--learner.transformer_config.expert_model_parallel_size 2",
+            "megarl sets it; use learner.parallel.ep",
+        ),
+    ],
+)
+def test_layout_refuses_sizes_that_contradict_each_other(place, arguments: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_layout(place.file, arguments.split())
+    assert [v for v in caught.value.violations if text in v] == caught.value.violations
+
+
+def test_layout_needs_no_weights_no_tokenizer_and_no_prompts(place) -> None:
+    for path in (*place.model.glob("*.safetensors"), place.model / "tokenizer.json"):
+        path.unlink()
+    (place.folder / "prompts.jsonl").unlink()
+    config = load_layout(place.file, ["--rollout.parallel.tp", "4", "--rollout.servers", "2"])
+    # two copies of each of the two kv heads, as GPUs hold them, though this machine may have none
+    run = run_layouts(config)
+    assert (len(run.destination.rank_ids), run.server.cpu) == (8, False)
+
+
+def test_pipeline_written_out_is_laid_out(place) -> None:
+    arguments = ["--learner.parallel.pp", "2", "--learner.parallel.pipeline_layout", "Et|tttL"]
+    config = load_layout(place.file, arguments)
+    pipeline = learner_pipeline(config, read_shape(place.model))
+    assert [chunk.num_layers for _, _, chunk in pipeline] == [1, 3]
+
+
+def test_fields_that_move_the_ends_of_the_pipeline_are_laid_out(place) -> None:
+    name = "--learner.transformer_config.account_for_loss_in_pipeline_split"
+    place.change_model(num_hidden_layers=5)
+    config = load_layout(place.file, ["--learner.parallel.pp", "2", name, "true"])
+    pipeline = learner_pipeline(config, read_shape(place.model))
+    assert [chunk.num_layers for _, _, chunk in pipeline] == [3, 2]
+
+
+def test_layout_that_does_not_divide_is_named_by_the_layout(place) -> None:
+    config = load_layout(place.file, ["--learner.parallel.tp", "3"])
+    with pytest.raises(LayoutError, match="4 attention heads do not split"):
+        run_layouts(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "fused"),
+    [
+        ("DeepSeek-V3", [], True),
+        ("DeepSeek-V3", ["--rollout.parallel.ep", "8"], False),
+        ("DeepSeek-V3", ["--rollout.engine_args.disable_shared_experts_fusion", "true"], False),
+        ("Kimi-K2", [], False),
+        ("Kimi-K2", ["--rollout.engine_args.enforce_shared_experts_fusion", "true"], True),
+        ("GLM-4.5", [], True),
+        ("Qwen3-30B-A3B", [], False),
+    ],
+)
+def test_shared_expert_is_a_slot_where_sglang_makes_it_one(place, model, arguments, fused) -> None:
+    (place.model / "config.json").write_text(json.dumps(PUBLISHED[model]))
+    config = read_config(place.file, ["--rollout.parallel.tp", "8", *arguments])
+    assert server_mesh(config, read_shape(place.model)).fused_shared_experts is fused
