@@ -6,10 +6,11 @@ of the rank's `named_parameters()`, and `named_buffers()` for the router's exper
 `model<v>.` where a stage has several chunks.
 
 Source: megatron-core 0.19.2, models/gpt, transformer/ and tensor_parallel/layers.py. The tests
-build real GPTModels on the CPU, for which attention has the "local" form and experts the
-"sequential" one. The other forms have names that only Transformer Engine's classes give
-(extensions/transformer_engine.py): "te" and "per_expert" for moe_grouped_gemm, "grouped" for
-moe_single_grouped_weight.
+build real GPTModels on the CPU and compare names, shapes, and logits with Hugging Face's models:
+with the norms inside linears ("te") or beside them ("local") and experts one by one ("sequential").
+For latent attention's "te", "per_expert" (moe_grouped_gemm) and "grouped" (besides
+moe_single_grouped_weight) they build Megatron's own spec for Transformer Engine, with stand-ins
+for its classes: names and shapes inside TELinear and the grouped linears are from reading.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "normalization": ("RMSNorm",),
     "layernorm_zero_centered_gamma": (False,),
     "moe_shared_expert_gate": (False,),
+    "gtp_weight_remat_size": (1,),
+    "expert_gtp_weight_remat_size": (1,),
+    "tensor_parallel_num_weight_shards": (None,),
+    "expert_tensor_parallel_num_weight_shards": (None,),
 }
 """Fields of Megatron's TransformerConfig that change which elements a rank holds and where, or what
 they mean, and the values under which this layout is right."""
@@ -115,14 +120,17 @@ def padded_vocab_size(vocab_size: int, tp: int, vocab_divisor: int = 128) -> int
 def check_supported(transformer_config: Mapping[str, object]) -> None:
     """Raise LayoutError naming the fields of a TransformerConfig under which layouts differ.
 
-    Absent fields have Megatron's defaults, which are right but for `normalization` and
-    `add_bias_linear`.
+    Absent fields are taken to be right, as Megatron's defaults are but for `normalization` of
+    other attention than latent and `add_bias_linear`.
     """
     wrong = [
         f"{name}={transformer_config[name]!r} (use {' or '.join(repr(v) for v in right)})"
         for name, right in UNSUPPORTED.items()
         if name in transformer_config and transformer_config[name] not in right
     ]
+    balancing = transformer_config.get("moe_router_load_balancing_type", "aux_loss")
+    if "quantile_balancing" in (balancing if isinstance(balancing, list) else [balancing]):
+        wrong.append("moe_router_load_balancing_type=quantile_balancing (it adds a buffer qb_beta)")
     if wrong:
         raise LayoutError(
             f"megatron: {', '.join(wrong)}: another layout of parameters than megarl knows"
@@ -132,7 +140,9 @@ def check_supported(transformer_config: Mapping[str, object]) -> None:
 def check_divisible(shape: ModelShape, mesh: LearnerMesh) -> None:
     """Raise LayoutError naming the first size that Megatron cannot split over the mesh's ranks.
 
-    Layers are not among them: a pipeline says how they are split.
+    Layers are not among them: a pipeline says how they are split. Latent attention with full-rank
+    queries is refused: QKNormConfigResolver (transformer/mla_qk_norm_config.py) builds
+    `linear_q_proj` with a norm inside for Transformer Engine, and builds nothing without it.
     """
     tp, moe = mesh.tp, shape.moe
     sizes = [("attention heads", shape.num_heads, "tp", tp)]
@@ -153,6 +163,11 @@ def check_divisible(shape: ModelShape, mesh: LearnerMesh) -> None:
             )
     if shape.mla is None:
         _check_groups(shape, tp)
+    elif shape.mla.q_lora_rank is None:
+        raise LayoutError(
+            "megatron-core 0.19 norms the input of linear_q_proj a second time, with a weight that "
+            "the policy does not have; use a policy whose latent attention has a q_lora_rank"
+        )
 
 
 def _check_groups(shape: ModelShape, tp: int) -> None:

@@ -275,3 +275,7 @@ def _check_layout(layout: str, written: Sequence[str], pp: int) -> None:
         raise refuse("a decoder layer comes behind an MTP layer; put MTP layers last")
     if homes and homes[0] < len(written) - pp:
         raise refuse("its MTP layers are not in their stage's last chunk; move them there")
+    if homes and pp > 1 and homes[0] > 0 and homes[0] % pp == 0:
+        # Two chunks of the first stage would each wait for one sum over the embedding's ranks
+        # (LanguageModule._is_in_embd_group): Megatron hangs as it builds the model.
+        raise refuse("its MTP layers are in a later chunk of the first stage; move them behind it")

@@ -9,7 +9,7 @@ from megarl.reshard.layout import Layout
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh
 from megarl.reshard.pipeline import Pipeline
-from tests.reshard.models import TINY_EXPERTS, tiny_shape
+from tests.reshard.models import TINY_EXPERTS, TINY_LATENT, tiny_shape
 
 VOCAB_DIVISOR = 8
 TOKENS = [[1, 5, 99, 3, 0, 42, 17], [64, 63, 2, 2, 88, 50, 7]]
@@ -59,10 +59,14 @@ def vars_of(mesh: LearnerMesh) -> list[tuple[str, int]]:
     return [(axis, getattr(mesh, axis)) for axis in ("tp", "pp", "vpp", "dp", "ep", "etp")]
 
 
-def glm(**changes: object) -> ModelShape:
+def glm(num_layers: int = 3, **changes: object) -> ModelShape:
     """GLM-4.5: one dense layer, then experts and a shared one; half of each head is rotated."""
     return tiny_shape(
-        "Glm4MoeForCausalLM", **{"num_layers": 3, "head_dim": 8, "rotary_fraction": 0.5, **changes}
+        "Glm4MoeForCausalLM",
+        num_layers=num_layers,
+        head_dim=8,
+        rotary_fraction=0.5,
+        **changes,
     )
 
 
@@ -108,6 +112,7 @@ EXPERTS = [
     Case(glm(num_mtp_layers=1), LearnerMesh(dp=2, ep=2)),
     Case(glm(num_mtp_layers=1), LearnerMesh(pp=2), first=1),
     Case(glm(num_mtp_layers=1, tie_embeddings=True), LearnerMesh(pp=2), written="Ett|tmL"),
+    Case(glm(4, num_mtp_layers=1), LearnerMesh(pp=2, vpp=2), written="Et|t|t|tmL"),
     Case(deepseek(), LearnerMesh(tp=2, ep=2), LOCAL),
     Case(deepseek(num_mtp_layers=1), LearnerMesh(tp=2, etp=2), LOCAL),
     Case(deepseek(num_mtp_layers=1), LearnerMesh(pp=2), LOCAL, written="Et|ttmL"),
@@ -128,6 +133,14 @@ FOUR = [
     Case(deepseek(num_mtp_layers=1), LearnerMesh(tp=2, pp=2, ep=2), LOCAL, written="Ett|tmL"),
     Case(glm(num_mtp_layers=1, tie_embeddings=True), LearnerMesh(pp=4), written="Et|tt|m|L"),
 ]
+
+# What Megatron builds of latent attention with full-rank queries, which has no layout.
+FULL_RANK = Case(
+    deepseek(mla=replace(TINY_LATENT, q_lora_rank=None)),
+    LearnerMesh(tp=2, ep=2),
+    ("te", "per_expert"),
+    stubs=True,
+)
 
 CASES: dict[int, list[Case]] = {2: DENSE + EXPERTS + STAND_INS, 4: FOUR}
 """By the number of ranks; those with stand-ins last, as they stay."""

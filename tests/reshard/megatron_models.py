@@ -27,7 +27,7 @@ from megarl.compat import megatron_cpu
 from megarl.reshard.layout import local_box
 from megarl.reshard.megatron import padded_vocab_size
 from megarl.reshard.pipeline import Chunk
-from tests.reshard.megatron_cases import CASES, TOKENS, VOCAB_DIVISOR, Case
+from tests.reshard.megatron_cases import CASES, FULL_RANK, TOKENS, VOCAB_DIVISOR, Case
 from tests.reshard.models import random_weights
 
 megatron_cpu.install()
@@ -214,26 +214,10 @@ def receive(source: int) -> Tensor:
 
 
 def run_case(case: Case, out: Path) -> None:
-    rank, mesh = dist.get_rank(), case.mesh
-    parallel_state.initialize_model_parallel(
-        mesh.tp,
-        mesh.pp,
-        mesh.vpp if mesh.vpp > 1 else None,
-        expert_model_parallel_size=mesh.ep,
-        expert_tensor_parallel_size=mesh.etp,
-    )
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    config = config_of(case)
-    if case.stubs:
-        te_stand_ins.install()
-        config.moe_single_grouped_weight = case.forms[1] == "grouped"
-    stage = case.pipeline.chunks[rank // mesh.stage_size]
-    chunks = [build(case, config, v, chunk) for v, chunk in enumerate(stage)]
-    held = tensors_of(chunks)
-    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
-    out.with_suffix(".json").write_text(json.dumps(shapes))
+    """Build, fill and ask one case, and write what comes out."""
+    chunks, held = build_case(case, out)
     with torch.no_grad():
-        fill(held, case, rank)
+        fill(held, case, dist.get_rank())
         for chunk in chunks:
             if hasattr(chunk, "mtp"):
                 path = out.with_name(out.name + "-mtp.npy")
@@ -246,12 +230,38 @@ def run_case(case: Case, out: Path) -> None:
     parallel_state.destroy_model_parallel()
 
 
+def build_case(case: Case, out: Path) -> tuple[list[GPTModel], dict[str, Tensor]]:
+    """This rank's chunks and their tensors, whose shapes are written."""
+    rank, mesh = dist.get_rank(), case.mesh
+    parallel_state.initialize_model_parallel(
+        mesh.tp,
+        mesh.pp,
+        mesh.vpp if mesh.vpp > 1 else None,
+        expert_model_parallel_size=mesh.ep,
+        expert_tensor_parallel_size=mesh.etp,
+        distributed_timeout_minutes=2,
+    )
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    config = config_of(case)
+    if case.stubs:
+        te_stand_ins.install()
+        config.moe_single_grouped_weight = case.forms[1] == "grouped"
+    stage = case.pipeline.chunks[rank // mesh.stage_size]
+    chunks = [build(case, config, v, chunk) for v, chunk in enumerate(stage)]
+    held = tensors_of(chunks)
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    out.with_suffix(".json").write_text(json.dumps(shapes))
+    return chunks, held
+
+
 def work(rank: int, ranks: int, out: Path) -> None:
     """One rank: all cases of so many ranks."""
     store = dist.FileStore(str(out / f"store-{ranks}"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     for number, case in enumerate(CASES[ranks]):
         run_case(case, out / f"{ranks}-{number}-{rank}")
+    if ranks == FULL_RANK.mesh.size:
+        build_case(FULL_RANK, out / f"full-rank-{rank}")
     dist.destroy_process_group()
 
 

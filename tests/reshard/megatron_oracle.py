@@ -5,6 +5,7 @@ Run as a program it is that process. It imports Megatron once, for all tests tha
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -45,6 +46,10 @@ class Oracle:
         """The ranks of each group: "dense" and "experts" are replicas, the others an axis each."""
         sizes = {axis: getattr(mesh, axis) for axis in ("tp", "pp", "dp", "cp", "ep", "etp")}
         return self._ask({**sizes, "expert_dp": mesh.expert_dp})  # type: ignore[no-any-return]
+
+    def defaults(self) -> dict[str, str]:
+        """The defaults, by repr, of MLATransformerConfig, which has all fields there are."""
+        return self._ask({"defaults": True})  # type: ignore[no-any-return]
 
     def _ask(self, case: dict[str, object]) -> Any:
         self.to.write(json.dumps(case) + "\n")
@@ -109,6 +114,18 @@ def groups(case: dict[str, int]) -> dict[str, list[list[int]]]:
     }
 
 
+def defaults() -> dict[str, str]:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    return {field.name: repr(field.default) for field in dataclasses.fields(MLATransformerConfig)}
+
+
+def answer_to(case: dict[str, Any]) -> object:
+    if "defaults" in case:
+        return defaults()
+    return chunks(case) if "settings" in case else groups(case)
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     from megarl.compat import megatron_cpu
@@ -123,7 +140,7 @@ def main() -> None:
     for line in sys.stdin:
         case = json.loads(line)
         try:
-            answer: object = chunks(case) if "settings" in case else groups(case)
+            answer: object = answer_to(case)
         except (AssertionError, ValueError, ZeroDivisionError) as error:
             answer = type(error).__name__
         answers.write(json.dumps(answer) + "\n")

@@ -216,7 +216,11 @@ def shapes(
     if architecture == "DeepseekV3ForCausalLM":
         heads = math.lcm(*attention, 1) * draw(few)
         local = math.lcm(*(m.mesh.tp for m in learner), 1)
-        changes |= {"num_heads": heads, "num_kv_heads": heads, "mla": draw(_latent(local, unit, not learner))}
+        changes |= {
+            "num_heads": heads,
+            "num_kv_heads": heads,
+            "mla": draw(_latent(local, unit, not learner)),
+        }
     else:
         changes |= draw(_heads(attention, unit))
         if architecture.startswith("Qwen3For") and not blocks and not server:

@@ -1,4 +1,4 @@
-"""Megatron's layout against real GPTModels, and its refusals."""
+"""Megatron's layout against real GPTModels and the logits of Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ from megarl.actor.config_rope import (
 from megarl.actor.parameters import parameter_table
 from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
-from megarl.reshard.megatron import megatron_layout, megatron_rank, padded_vocab_size
-from megarl.reshard.mesh import LearnerMesh
-from tests.reshard.megatron_cases import CASES, TOKENS, Case
-from tests.reshard.models import random_weights, tiny_shape
+from tests.reshard.megatron_cases import CASES, FULL_RANK, TOKENS, Case
+from tests.reshard.models import random_weights
 
 Shapes = dict[str, list[int]]
 Key = tuple[int, int]
@@ -60,15 +58,21 @@ class Built:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Built]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the program has written."""
     out = tmp_path_factory.mktemp("megatron")
     subprocess.run(
         [sys.executable, "-m", "tests.reshard.megatron_models", str(out)],
         check=True,
-        timeout=600,
+        timeout=400,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
-    return {key: read_case(out, key) for key in KEYS}
+    return out
+
+
+@pytest.fixture(scope="module")
+def built(ran: Path) -> dict[Key, Built]:
+    return {key: read_case(ran, key) for key in KEYS}
 
 
 def read_case(out: Path, key: Key) -> Built:
@@ -236,60 +240,10 @@ def mtp_layer(model: Any, shape: ModelShape, tokens: Tensor, hidden: Tensor) -> 
     return norm(out[0] if isinstance(out, tuple) else out, "shared_head.norm.weight")
 
 
-def test_tied_embedding_has_a_second_holder_on_the_last_stage_only() -> None:
-    def holders(mesh: LearnerMesh) -> list[tuple[int, str]]:
-        layout = megatron_layout(tiny_shape(tie_embeddings=True), mesh)
-        return [
-            (rank.rank, piece.local)
-            for rank in layout.ranks
-            for piece in rank.pieces
-            if piece.tensor == "model.embed_tokens.weight"
-        ]
-
-    assert holders(LearnerMesh()) == [(0, "embedding.word_embeddings.weight")]
-    assert holders(LearnerMesh(pp=2)) == [
-        (0, "embedding.word_embeddings.weight"),
-        (1, "output_layer.weight"),
-    ]
-
-
-def test_stages_number_their_layers_from_zero() -> None:
-    layout = megatron_layout(tiny_shape(num_layers=4), LearnerMesh(pp=2))
-    second = {p.local: p.tensor for p in layout.ranks[1].pieces}
-    assert second["decoder.layers.0.mlp.linear_fc2.weight"] == "model.layers.2.mlp.down_proj.weight"
-
-
-def test_rank_above_the_kv_heads_holds_a_part_of_a_head() -> None:
-    # One group of 4 query heads, a key and a value, 4 rows each, over 4 ranks of 6 rows.
-    rank = megatron_rank(tiny_shape(num_kv_heads=1), LearnerMesh(tp=4), 2)
-    fused = [
-        (piece.tensor.split(".")[4], piece.box[0], piece.at[0])
-        for piece in rank.pieces
-        if piece.local == "decoder.layers.0.self_attention.linear_qkv.weight"
-    ]
-    assert fused == [("q_proj", (12, 16), 0), ("k_proj", (0, 2), 4)]
-
-
-def test_vocabulary_is_padded_to_a_multiple_of_divisor_times_tp() -> None:
-    assert padded_vocab_size(151936, tp=8) == 152576
-    assert padded_vocab_size(128, tp=1) == 128
-    rank = megatron_rank(tiny_shape(vocab_size=100), LearnerMesh(tp=2), 1)
-    paddings = {padding.local: padding.box for padding in rank.paddings}
-    assert paddings["output_layer.weight"] == ((0, 128), (0, 8))
-
-
-@pytest.mark.parametrize(
-    ("changes", "mesh", "words"),
-    [
-        ({}, LearnerMesh(pp=3), r"2 layers .* learner.parallel.pp=3; use a pp that divides 2"),
-        ({}, LearnerMesh(tp=3), r"4 attention heads .* learner.parallel.tp=3"),
-        ({"intermediate_size": 18}, LearnerMesh(tp=4), r"18 rows of the gate"),
-        ({"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 48}, LearnerMesh(tp=6), "4 kv"),
-        ({"num_kv_heads": 1, "head_dim": 1}, LearnerMesh(tp=4), r"6 rows of the fused qkv"),
-    ],
-)
-def test_size_that_does_not_split_is_named(
-    changes: dict[str, int], mesh: LearnerMesh, words: str
+def test_megatron_norms_full_rank_queries_once_more_than_the_policy_so_there_is_no_layout(
+    ran: Path,
 ) -> None:
-    with pytest.raises(LayoutError, match=words):
-        megatron_layout(tiny_shape(**changes), mesh)
+    shapes = json.loads((ran / "full-rank-0.json").read_text())
+    assert "decoder.layers.0.self_attention.linear_q_proj.layer_norm_weight" in shapes
+    with pytest.raises(LayoutError, match="second time"):
+        assert FULL_RANK.layout

@@ -152,6 +152,9 @@ def test_written_layout_is_megatrons(megatron: Oracle, case: tuple[str, str, int
     chunks = plain.count("|") + 1
     if not plain.startswith("E") or not plain.endswith("L"):
         return
+    home = plain[: plain.find("m")].count("|") if "m" in plain else 0
+    if pp > 1 and home > 0 and home % pp == 0:
+        return  # Megatron accepts this layout and hangs when it builds the model
     theirs = megatron.chunks(
         plain.count("t"),
         pp,
@@ -219,6 +222,7 @@ def test_final_norm_is_before_the_loss_and_with_mtp_behind_the_last_layer() -> N
         (lambda: Pipeline.from_layout("Et|m|mL", 3), r"in several chunks; put all in one"),
         (lambda: Pipeline.from_layout("Et|m|tL", 3), r"put MTP layers last"),
         (lambda: Pipeline.from_layout("Et|m||L", 2), r"their stage's last chunk"),
+        (lambda: Pipeline.from_layout("Et|t|tm|L", 2), r"in a later chunk of the first stage"),
     ],
 )
 def test_what_cannot_be_split_is_named(make: Callable[[], Pipeline], words: str | None) -> None:
