@@ -12,7 +12,7 @@ from megarl.config.layouts import RunLayouts, run_layouts
 from megarl.config.schema import Config
 from megarl.reshard.explain import explain, way_to_dict
 from megarl.reshard.fabric import Fabric
-from megarl.reshard.notation import ranks_text
+from megarl.reshard.notation import counted, ranks_text
 from megarl.reshard.page import page, way_page
 from megarl.reshard.plan import make_plan
 from megarl.reshard.trace import trace
@@ -65,10 +65,10 @@ def _headings(config: Config, run: RunLayouts, gpus_per_node: int) -> dict[str, 
         precision = f"float8 in blocks of {block} x {block}"
     inside = f"tp {server.tp}" + "".join(f", {text}" for text in rest)
     return {
-        "learner": f"{learner.size} ranks: {words}{chunks}{experts}; "
+        "learner": f"{counted(learner.size, 'rank')}: {words}{chunks}{experts}; "
         f"{config.learner.precision.params}",
-        "servers": f"{server.servers * server.size} ranks: {server.servers} "
-        f"{'server' if server.servers == 1 else 'servers'} of {server.size}: {inside}; {precision}",
+        "servers": f"{counted(server.servers * server.size, 'rank')}: "
+        f"{counted(server.servers, 'server')} of {server.size}: {inside}; {precision}",
         "placement": _placement(config, run, gpus_per_node),
     }
 
@@ -80,16 +80,16 @@ def _placement(config: Config, run: RunLayouts, gpus_per_node: int) -> str:
             "processes of one machine (launch.device = cpu); each counts as a GPU, and seconds are "
             "what the fabric would take"
         )
-    nodes = sorted({device.node for device in source.values()})
-    others = sorted({device.node for device in destination.values()})
+    ours = {device.node for device in source.values()}
+    theirs = {device.node for device in destination.values()}
+    where = f"{gpus_per_node} GPUs a node"
     if config.placement.mode == "colocated":
-        return (
-            f"colocated, {gpus_per_node} GPUs a node: nodes {ranks_text(sorted({*nodes, *others}))}"
-        )
-    return (
-        f"apart, {gpus_per_node} GPUs a node: learner on nodes {ranks_text(nodes)}, servers on "
-        f"nodes {ranks_text(others)}"
-    )
+        return f"colocated, {where}: {_nodes(ours | theirs)}"
+    return f"apart, {where}: learner on {_nodes(ours)}, servers on {_nodes(theirs)}"
+
+
+def _nodes(numbers: set[int]) -> str:
+    return f"{'node' if len(numbers) == 1 else 'nodes'} {ranks_text(sorted(numbers))}"
 
 
 def _learner_sizes(run: RunLayouts) -> dict[str, int]:

@@ -33,7 +33,7 @@ def describe(layout: Layout) -> str:
       all
         up_proj.weight [2, 3] 1 shard: up_proj->0
     """
-    lines = [f"{layout.kind}: {_count(len(layout.rank_ids), 'rank')}"]
+    lines = [f"{layout.kind}: {counted(len(layout.rank_ids), 'rank')}"]
     lines += [f"  {line}" for line in elided(stage_lines(layout))]
     for head, tensors in tensor_lines(layout):
         lines.append(f"  {head}")
@@ -114,7 +114,7 @@ def tensor_text(tensor: ShardedTensor, shapes: Mapping[str, tuple[int, ...]]) ->
     if len(shards) > 1:
         shards = [f"{i}: {text}" for i, text in enumerate(shards)]
     return (
-        f"{tensor.name} {list(tensor.shape)} {_count(len(tensor.shards), 'shard')}{copies}: "
+        f"{tensor.name} {list(tensor.shape)} {counted(len(tensor.shards), 'shard')}{copies}: "
         + "  ".join(elided(shards, 3))
     )
 
@@ -221,5 +221,10 @@ def elided(parts: Sequence[str], shown: int = SHOWN) -> list[str]:
     return [*parts[: shown - 1], "...", parts[-1]]
 
 
-def _count(number: int, word: str) -> str:
+def counted(number: int, word: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "rank"), counted(8, "rank")
+    ('1 rank', '8 ranks')
+    """
     return f"{number} {word}" + ("" if number == 1 else "s")

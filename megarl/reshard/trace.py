@@ -17,6 +17,8 @@ from megarl.reshard.layout import Box, Layout
 from megarl.reshard.moves import Link, Move, operations_of
 from megarl.reshard.plan import Plan
 
+HEAD = "lm_head.weight"  # in checkpoints of all families
+
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
@@ -91,6 +93,11 @@ def _find(layout: Layout, name: str) -> tuple[Block, Parameter, int | None]:
         for block in table.blocks
         for parameter in table.kinds[block.kind]
     }
+    if wanted == HEAD and "head" not in table.kinds:
+        embedding = table.kinds["embedding"][0].name
+        raise LayoutError(
+            f"{name}: the policy's head is tied to its embedding; ask for {embedding}"
+        )
     if wanted not in known:
         nearest = difflib.get_close_matches(wanted, known, n=1, cutoff=0.0)
         raise LayoutError(f"{name}: the policy has no such tensor; the nearest is {nearest[0]}")

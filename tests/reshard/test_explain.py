@@ -207,6 +207,12 @@ def test_unknown_tensor_is_named_with_the_nearest(name: str, text: str) -> None:
         trace(plan, name)
 
 
+def test_head_that_is_tied_is_said_to_be_the_embedding() -> None:
+    plan = planned(tiny_shape(tie_embeddings=True), LearnerMesh(), ServerMesh(), False, 8)
+    with pytest.raises(LayoutError, match=r"tied to its embedding; ask for model\.embed_tokens"):
+        trace(plan, "lm_head.weight")
+
+
 def test_tensor_that_no_server_holds_is_not_sent() -> None:
     shape = tiny_shape("DeepseekV3ForCausalLM", num_layers=2, num_mtp_layers=1)
     plan = planned(shape, LearnerMesh(), ServerMesh(), False, 8)
