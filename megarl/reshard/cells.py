@@ -134,7 +134,9 @@ def pair(
     so that no single one is too large to be shared out. Elements nobody holds on the source side
     are in no cell: the proof names them.
     """
-    dims = max((len(p.shape) for p in parameters), default=1)
+    shapes = [parameter.shape for parameter in parameters]
+    shapes += [t.shape for template in (*source, *destination) for t in template.tensors]
+    dims = max(map(len, shapes), default=1)
     numbers = {parameter.name: i for i, parameter in enumerate(parameters)}
     ours, theirs = _pieces(source, numbers, dims), _pieces(destination, numbers, dims)
     width = widths(parameters, policy_bytes)

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from megarl.errors import LayoutError
 from megarl.reshard import recorded
+from megarl.reshard.explicit import full_layout
 from megarl.reshard.layout import LocalTensor, Padding, Piece, RankLayout, local_box
+from megarl.reshard.plan import make_plan
 from megarl.reshard.recorded import Numbering, boxes, from_json, recorded_rank, to_json
+from tests.reshard.models import assert_equal, execute
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -90,6 +93,20 @@ def test_layout_survives_its_text() -> None:
     layout = from_json(to_json("seen", numbering, ranks))
     assert [sorted_parts(rank) for rank in layout.ranks] == [sorted_parts(rank) for rank in ranks]
     assert [p.name for p in layout.parameters] == ["a", "b"]
+
+
+def test_stack_of_separate_checkpoint_tensors_is_planned_and_proved_both_ways() -> None:
+    numbering = Numbering({**{f"expert{i}": (4, 3) for i in range(3)}, "norm": (3,)})
+    experts = [numbered(numbering, f"expert{i}") for i in range(3)]
+    halves = [np.stack([e[2 * r : 2 * r + 2] for e in experts]) for r in (0, 1)]
+    held = [{"w": half, "n": numbered(numbering, "norm")} for half in halves]
+    ranks = [recorded_rank(rank, arrays, numbering) for rank, arrays in enumerate(held)]
+    layout = from_json(to_json("seen", numbering, ranks))
+    whole = full_layout(layout.table)
+    tensors = {name: numbered(numbering, name) for name in numbering.shapes}
+    there = execute(make_plan(whole, layout), [tensors], layout)
+    assert_equal(there, held)
+    assert_equal(execute(make_plan(layout, whole), there, whole), [tensors])
 
 
 def sorted_parts(rank: RankLayout) -> tuple[set[LocalTensor], set[Piece], set[Padding]]:
