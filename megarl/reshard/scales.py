@@ -1,8 +1,8 @@
-"""Where the scales of a block-quantized tensor lie: the tensor's own cut, in blocks.
+"""Where an engine keeps the scales of a block-quantized tensor: its own cut, in blocks.
 
-Owns the arithmetic of blocks. A tensor in float8 has one scale for each block of so many rows and
-columns; a shard holds the scales of its blocks, so a shard must be made of whole blocks. Only a
-tensor's last block may be partial. Knows nothing of engines.
+Owns the refusal of cuts that do not fall on blocks. A shard holds the scales of its blocks, so it
+must be made of whole ones, and each must begin where a block of the local tensor begins. Only a
+tensor's last block may be partial. Knows nothing of which engine it is.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from collections.abc import Mapping
 
 from megarl.actor.parameters import SCALE_SUFFIX, Parameter
 from megarl.errors import LayoutError
-from megarl.reshard.layout import Box, Piece, Shard, ShardedTensor
-
-FP8Block = tuple[int, int]
-"""Rows and columns that share a scale."""
+from megarl.reshard.blocks import Blocks, scale_box
+from megarl.reshard.layout import Piece, Shard, ShardedTensor
 
 
 def scales_of(
-    tensor: ShardedTensor, parameters: Mapping[str, Parameter], block: FP8Block
+    tensor: ShardedTensor, parameters: Mapping[str, Parameter], block: Blocks
 ) -> ShardedTensor:
     """The tensor of scales beside `tensor`, cut as that is.
 
@@ -46,9 +44,8 @@ def scales_of(
     return ShardedTensor(tensor.name + SCALE_SUFFIX, shape, shards)
 
 
-def _in_blocks(piece: Piece, parameter: Parameter, block: FP8Block) -> Piece:
+def _in_blocks(piece: Piece, parameter: Parameter, block: Blocks) -> Piece:
     """The piece of scales that belongs to a piece of its tensor."""
-    box: list[tuple[int, int]] = []
     at: list[int] = []
     spans = zip(piece.box[-2:], piece.at[-2:], parameter.shape[-2:], block, strict=True)
     for which, ((start, end), offset, size, unit) in zip(("rows", "columns"), spans, strict=True):
@@ -66,9 +63,10 @@ def _in_blocks(piece: Piece, parameter: Parameter, block: FP8Block) -> Piece:
                 f"{offset} = {offset // unit} x {unit} + {offset % unit}; what lies before them "
                 f"must have a multiple of {unit} {which}: use fewer shards"
             )
-        box.append((start // unit, -(-end // unit)))
         at.append(offset // unit)
-    scaled: Box = (*piece.box[:-2], *box)
     return Piece(
-        piece.tensor + SCALE_SUFFIX, scaled, piece.local + SCALE_SUFFIX, (*piece.at[:-2], *at)
+        piece.tensor + SCALE_SUFFIX,
+        scale_box(piece.box, block),
+        piece.local + SCALE_SUFFIX,
+        (*piece.at[:-2], *at),
     )

@@ -18,6 +18,7 @@ from megarl.actor.families.family import Axis, Held, Kind
 from megarl.actor.parameters import BlockTable, Parameter, block_table
 from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
+from megarl.reshard.blocks import Blocks
 from megarl.reshard.layout import (
     BlockLayout,
     Layout,
@@ -29,7 +30,7 @@ from megarl.reshard.layout import (
 )
 from megarl.reshard.mesh import ServerMesh
 from megarl.reshard.rules import Heads, columns, cut_experts, cut_tensor, rows
-from megarl.reshard.scales import FP8Block, scales_of
+from megarl.reshard.scales import scales_of
 from megarl.reshard.sglang_limits import WHOLE_TP_ATTENTION, check_served, cpu_stretch
 
 VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE, sglang vocab_parallel_embedding.py
@@ -43,7 +44,7 @@ DENSE_CAN_BE_WHOLE = frozenset({"DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"})
 NUM_DRAFT_LAYERS = 1  # "Only 1 nextn layer is supported", deepseek_weight_loader.py, glm4_moe.py
 
 
-def sglang_layout(shape: ModelShape, mesh: ServerMesh, fp8_block: FP8Block | None = None) -> Layout:
+def sglang_layout(shape: ModelShape, mesh: ServerMesh, fp8_block: Blocks | None = None) -> Layout:
     """All ranks of all servers; with `fp8_block` quantized tensors are float8 with scales.
 
     Layers of multi-token prediction are not in it: they are the draft model's. Raises LayoutError
@@ -78,7 +79,7 @@ def sglang_layout(shape: ModelShape, mesh: ServerMesh, fp8_block: FP8Block | Non
 
 
 def sglang_draft_layout(
-    shape: ModelShape, mesh: ServerMesh, fp8_block: FP8Block | None = None
+    shape: ModelShape, mesh: ServerMesh, fp8_block: Blocks | None = None
 ) -> Layout:
     """The draft model that decodes ahead of the server: the layer of multi-token prediction.
 
@@ -155,7 +156,7 @@ class _Server:
 
     shape: ModelShape
     mesh: ServerMesh
-    fp8_block: FP8Block | None
+    fp8_block: Blocks | None
 
     def tensors(
         self, kind: str, parameters: Sequence[Parameter], table: tuple[Held, ...] | None = None

@@ -103,6 +103,8 @@ def make_checkpoint(folder: str, fields: dict[str, Any]) -> None:
 
 def recorded(case: Case) -> str:
     """The layout of a case as its loader was seen to follow it."""
+    if case.hf_config:
+        return sglang_loader_map.layout_text(case.folder, case.flags)
     numbering = Numbering(sglang_loader_map.checkpoint_shapes(Path(case.folder)))
     ranks = []
     for rank in range(case.size):
