@@ -82,16 +82,23 @@ class Report:
     num_moves: Mapping[str, int]
 
 
-def number(layout: Layout, numbers: Numbers | None = None) -> Arrays:
+def number(
+    layout: Layout, numbers: Numbers | None = None, limit_bytes: int = LIMIT_BYTES
+) -> Arrays:
     """Every rank's local tensors, full of the numbers of the elements that they hold; paddings -1.
 
-    Ranks that are replicas share their arrays, which cannot be written to.
+    Ranks that are replicas share their arrays, which cannot be written to. Raises LayoutError where
+    the arrays would not fit in `limit_bytes`.
     """
+    _check_memory(layout.kind, 8 * _count(layout)[0], limit_bytes)
     return _filled(layout, numbers or Numbers(layout.table), PADDING)
 
 
-def expected(layout: Layout, numbers: Numbers | None = None) -> Arrays:
-    """What the ranks of a destination must hold in the end; paddings 0. Arrays as of `number`."""
+def expected(
+    layout: Layout, numbers: Numbers | None = None, limit_bytes: int = LIMIT_BYTES
+) -> Arrays:
+    """What the ranks of a destination must hold in the end; paddings 0. Else as `number`."""
+    _check_memory(layout.kind, 8 * _count(layout)[0], limit_bytes)
     return _filled(layout, numbers or Numbers(layout.table), 0)
 
 
@@ -100,8 +107,8 @@ def simulate(plan: Plan, limit_bytes: int = LIMIT_BYTES) -> Arrays:
 
     Raises LayoutError where the arrays would not fit in `limit_bytes`.
     """
-    _check_memory(plan, limit_bytes)
-    return _run(plan, number(plan.source))[0]
+    _check_memory(_shown(plan), needed_bytes(plan), limit_bytes)
+    return _run(plan, _filled(plan.source, Numbers(plan.source.table), PADDING))[0]
 
 
 def check(plan: Plan, limit_bytes: int = LIMIT_BYTES) -> Report:
@@ -109,11 +116,11 @@ def check(plan: Plan, limit_bytes: int = LIMIT_BYTES) -> Report:
 
     The error names the first tensor that is wrong, where in it, and the ranks that wrote there.
     """
-    _check_memory(plan, limit_bytes)
+    _check_memory(_shown(plan), needed_bytes(plan), limit_bytes)
     numbers = Numbers(plan.source.table)
-    found, writes = _run(plan, number(plan.source, numbers))
+    found, writes = _run(plan, _filled(plan.source, numbers, PADDING))
     num_tensors = num_written = num_padding = 0
-    for rank, tensors in expected(plan.destination, numbers).items():
+    for rank, tensors in _filled(plan.destination, numbers, 0).items():
         for name, wanted in tensors.items():
             wrong = (found[rank][name] != wanted) | (writes[rank][name] != 1)
             if wrong.any():
@@ -134,13 +141,16 @@ def needed_bytes(plan: Plan) -> int:
     return 8 * distinct + 8 * wanted + 9 * held  # numbers of 8 bytes, counters of 1
 
 
-def _check_memory(plan: Plan, limit_bytes: int) -> None:
-    needed = needed_bytes(plan)
+def _shown(plan: Plan) -> str:
+    return f"{plan.source.kind} -> {plan.destination.kind}"
+
+
+def _check_memory(what: str, needed: int, limit_bytes: int) -> None:
     if needed > limit_bytes:
         raise LayoutError(
-            f"simulating {plan.source.kind} -> {plan.destination.kind} needs {needed:,} bytes of "
-            f"memory, more than the limit of {limit_bytes:,}; simulate fewer layers or smaller "
-            "sizes on the same meshes (the plan itself is proved at any size), or raise limit_bytes"
+            f"simulating {what} needs {needed:,} bytes of memory, more than the limit of "
+            f"{limit_bytes:,}; simulate fewer layers or smaller sizes on the same meshes (plans "
+            "are proved at any size), or raise limit_bytes"
         )
 
 

@@ -9,6 +9,7 @@ and orders are those of sglang 0.5.23; the tests of its own loaders show that th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,6 +39,37 @@ def server_slices(
     return _Server(shape, mesh, rank % mesh.size, tensors, block).fill()
 
 
+def padded_for_cpu(shape: ModelShape, tp: int, tensors: Arrays) -> tuple[ModelShape, Arrays]:
+    """The policy as a server on a CPU makes it fit: more heads, wider MLPs, of zeros.
+
+    For policies without latent attention and shared experts.
+    """
+    heads, kv, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    if heads % tp or kv % tp:
+        heads, kv = heads * round_up(kv, tp) // kv, round_up(kv, tp)
+    inner = round_up(shape.intermediate_size, 32 * tp)
+    moe = shape.moe
+    if moe is not None:
+        wide = round_up(moe.expert_intermediate_size, 32 * tp)
+        moe = replace(moe, expert_intermediate_size=wide)
+    grown = Arrays()
+    for name, array in tensors.items():
+        sizes = list(array.shape)
+        part = name.split(".")[-2]
+        wanted = {"q_proj": heads * dim, "k_proj": kv * dim, "v_proj": kv * dim}
+        if part in wanted:
+            sizes[0] = wanted[part]
+        elif part == "o_proj":
+            sizes[1] = heads * dim
+        elif part in ("gate_proj", "up_proj", "down_proj"):
+            size = moe.expert_intermediate_size if moe is not None and "*" in name else inner
+            sizes[-1 if part == "down_proj" else -2] = size
+        more = [(0, new - old) for new, old in zip(sizes, array.shape, strict=True)]
+        grown[name] = np.pad(array, more)
+    changes = {"num_heads": heads, "num_kv_heads": kv, "intermediate_size": inner}
+    return replace(shape, moe=moe, **changes), grown
+
+
 class _Server:
     """One rank of SGLang's, filled name by name. Every rank is a place in three groups."""
 
@@ -49,6 +81,8 @@ class _Server:
         tensors: Arrays,
         block: tuple[int, int] | None,
     ) -> None:
+        if mesh.cpu:
+            shape, tensors = padded_for_cpu(shape, mesh.tp, tensors)
         self.shape, self.mesh, self.tensors, self.block = shape, mesh, tensors, block
         self.stage, self.rank = divmod(rank, mesh.tp)
         self.whole, self.all = (0, 1), (self.rank, mesh.tp)  # (which part, of how many)

@@ -179,7 +179,9 @@ def servers(
         settings |= {"shared_whole": way == "whole", "fused_shared_experts": way == "fused"}
         settings |= {"dense_whole": draw(st.booleans()), "draft": draw(st.booleans())}
     number = draw(st.integers(1, max(1, MAX_RANKS // (tp * pp))))
-    mesh = ServerMesh(tp, False, ep, attention_dp, pp, min(number, 3), **settings)
+    plain = attention_dp == 1 and architecture not in SHARED and not fp8
+    cpu = plain and draw(st.integers(0, 7)) == 0
+    mesh = ServerMesh(tp, cpu, ep, attention_dp, pp, min(number, 3), **settings)
     return Servers(mesh, draw(st.sampled_from(FP8_BLOCKS)) if fp8 else None)
 
 
@@ -219,7 +221,7 @@ def shapes(
         changes |= {
             "num_heads": heads,
             "num_kv_heads": heads,
-            "mla": draw(_latent(local, unit, not learner)),
+            "mla": draw(_latent(local, unit)),
         }
     else:
         changes |= draw(_heads(attention, unit))
@@ -247,14 +249,11 @@ def _heads(draw: st.DrawFn, attention: Sequence[int], unit: int) -> dict[str, ob
 
 
 @st.composite
-def _latent(draw: st.DrawFn, local: int, unit: int, full_rank: bool) -> LatentAttention:
-    """Low ranks that Megatron's local spec can cut by rows over `local` ranks.
-
-    `full_rank`: queries may also have none, which Megatron 0.19 does not compute.
-    """
+def _latent(draw: st.DrawFn, local: int, unit: int) -> LatentAttention:
+    """Low ranks that Megatron's local spec can cut by rows over `local` ranks."""
     step = math.lcm(local, unit)
     return LatentAttention(
-        q_lora_rank=draw(st.sampled_from([*([None] if full_rank else []), step, 2 * step])),
+        q_lora_rank=draw(st.sampled_from([None, step, 2 * step])),
         kv_lora_rank=step * draw(st.integers(1, 2)),
         qk_nope_head_dim=2 * step,
         qk_rope_head_dim=2 * step,
