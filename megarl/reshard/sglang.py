@@ -31,16 +31,10 @@ from megarl.reshard.layout import (
 from megarl.reshard.mesh import ServerMesh
 from megarl.reshard.rules import Heads, columns, cut_experts, cut_tensor, rows
 from megarl.reshard.scales import scales_of
-from megarl.reshard.sglang_limits import WHOLE_TP_ATTENTION, check_served, cpu_stretch
+from megarl.reshard.sglang_limits import check_served, cpu_stretch
 
 VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE, sglang vocab_parallel_embedding.py
 
-# Their models build the head on every pipeline stage, and load it there.
-HEAD_ON_EVERY_STAGE = frozenset({"LlamaForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"})
-# Their last stage embeds too where a draft model is served: pp_stage_needs_embedding, deepseek_v2
-EMBEDDING_FOR_DRAFT = frozenset({"DeepseekV3ForCausalLM"})
-# Their models read --moe-dense-tp-size; qwen3_moe does not.
-DENSE_CAN_BE_WHOLE = frozenset({"DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"})
 NUM_DRAFT_LAYERS = 1  # "Only 1 nextn layer is supported", deepseek_weight_loader.py, glm4_moe.py
 
 
@@ -130,12 +124,12 @@ def _round_up(size: int, unit: int) -> int:
 def _end_stages(shape: ModelShape, mesh: ServerMesh) -> dict[str, Sequence[int]]:
     """The stages that hold the blocks beside the decoder layers."""
     first, last = 0, mesh.pp - 1
-    embeds_late = mesh.draft and shape.architecture in EMBEDDING_FOR_DRAFT
-    everywhere = shape.architecture in HEAD_ON_EVERY_STAGE
+    served = FAMILIES[shape.architecture].served
+    embeds_late = mesh.draft and served.embeds_for_draft
     return {
         "embedding": sorted({first, last}) if embeds_late else (first,),
         "final_norm": (last,),
-        "head": range(mesh.pp) if everywhere else (last,),
+        "head": range(mesh.pp) if served.head_everywhere else (last,),
     }
 
 
@@ -196,10 +190,10 @@ class _Server:
 
     def _count(self, axis: Axis, block: str) -> int:
         """Over how many neighbouring ranks a tensor is cut; others hold copies."""
-        mesh, architecture = self.mesh, self.shape.architecture
+        mesh, served = self.mesh, FAMILIES[self.shape.architecture].served
         if axis == "attention" or (axis == "vocabulary" and self._within_attention(block)):
-            return mesh.tp if architecture in WHOLE_TP_ATTENTION else mesh.attention_tp
-        if axis == "mlp" and mesh.dense_whole and architecture in DENSE_CAN_BE_WHOLE:
+            return mesh.attention_tp
+        if axis == "mlp" and mesh.dense_whole and served.dense_whole:
             return 1
         return 1 if axis == "shared_experts" and mesh.shared_whole else mesh.tp
 

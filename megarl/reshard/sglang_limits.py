@@ -6,23 +6,16 @@ models and of its parallel layers, configs/update_config.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
+from megarl.actor.families import FAMILIES
 from megarl.actor.families.family import Axis
 from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
 from megarl.reshard.mesh import ServerMesh
 
 CPU_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, sglang configs/update_config.py
-
-# Their attention is cut over all tensor parallel ranks, attention data parallelism or not.
-WHOLE_TP_ATTENTION = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM"})
-# Their models have experts in every layer, whatever mlp_only_layers and decoder_sparse_step say.
-NO_DENSE_LAYERS = frozenset({"Qwen3MoeForCausalLM"})
-# Their models have a head of their own even where the policy's is tied; no loader fills it.
-HEAD_NEVER_TIED = frozenset({"Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"})
-# Their last stage has no copy of a tied embedding.
-TIED_ON_ONE_STAGE = frozenset({"LlamaForCausalLM", "DeepseekV3ForCausalLM"})
 
 
 def cpu_stretch(shape: ModelShape, mesh: ServerMesh, axis: Axis) -> Fraction:
@@ -71,7 +64,7 @@ def check_served(shape: ModelShape, mesh: ServerMesh, has_scales: bool = False) 
         tp
         for tp in range(1, shape.num_heads + 1)
         if tp % mesh.ep == tp % mesh.attention_dp == 0
-        and _fault(shape, ServerMesh(tp, mesh.cpu, mesh.ep, mesh.attention_dp)) is None
+        and _fault(shape, replace(mesh, tp=tp)) is None
     ]
     use = f"use rollout.parallel.tp from {', '.join(map(str, good))}" if good else "no tp works"
     raise LayoutError(f"{fault}; {use}")
@@ -80,21 +73,22 @@ def check_served(shape: ModelShape, mesh: ServerMesh, has_scales: bool = False) 
 def _check_settings(shape: ModelShape, mesh: ServerMesh) -> None:
     """Refuse settings that this model's implementation lacks."""
     name, moe = shape.architecture, shape.moe
-    if mesh.attention_dp > 1 and name in WHOLE_TP_ATTENTION:
+    served = FAMILIES[name].served
+    if mesh.attention_dp > 1 and not served.attention_dp:
         raise LayoutError(
             f"attention_dp={mesh.attention_dp}: SGLang's {name} has no data parallel attention; "
             "use attention_dp=1 with more servers"
         )
-    if shape.tie_embeddings and name in HEAD_NEVER_TIED:
+    if shape.tie_embeddings and served.tied == "never":
         raise LayoutError(
             f"SGLang's {name} never ties its head to the embedding and would leave it empty; "
             "save the policy with a head of its own"
         )
-    if shape.tie_embeddings and mesh.pp > 1 and name in TIED_ON_ONE_STAGE:
+    if shape.tie_embeddings and mesh.pp > 1 and served.tied == "one_stage":
         raise LayoutError(
             f"SGLang's {name} has no copy of a tied embedding on its last stage; use pp=1"
         )
-    if moe is not None and "dense" in shape.layer_kinds and name in NO_DENSE_LAYERS:
+    if moe is not None and "dense" in shape.layer_kinds and not served.dense_layers:
         raise LayoutError(
             f"layers {_dense(shape)} have no experts, but SGLang's {name} builds experts in every "
             "layer and would serve them empty; such a policy cannot be served"
@@ -129,7 +123,8 @@ def _fault(shape: ModelShape, mesh: ServerMesh) -> str | None:
         if shape.mla is None and kv % tp and tp % kv:
             return f"{kv} kv heads neither split over nor divide {attention}"
         inner = shape.intermediate_size
-        if "dense" in shape.layer_kinds and not mesh.dense_whole and inner % mesh.tp:
+        whole = mesh.dense_whole and FAMILIES[shape.architecture].served.dense_whole
+        if "dense" in shape.layer_kinds and not whole and inner % mesh.tp:
             return f"{inner} columns of down_proj do not split over {where}"
     if moe is None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.actor.families.dense import ENDS, gated_mlp
-from megarl.actor.families.family import Family
+from megarl.actor.families.family import Family, Served
 from megarl.actor.families.latent import latent_attention
 from megarl.actor.families.moe import routed_experts, router, shared_experts
 from megarl.actor.families.mtp import (
@@ -50,6 +50,7 @@ DEEPSEEK_V3 = Family(
     ropes=("default", "yarn"),
     attention="latent",
     experts="deepseek",
+    served=Served(dense_whole=True, embeds_for_draft=True, tied="one_stage"),
     trained=False,
     duplicates=DUPLICATES,
 )

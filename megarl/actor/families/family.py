@@ -82,6 +82,25 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """What SGLang's model of a family does in its own way, beside the tensors of its blocks.
+
+    `attention_dp`: its attention can be data parallel. `dense_whole`: its dense MLPs follow
+    --moe-dense-tp-size. `dense_layers`: it may have layers without experts. `head_everywhere`: its
+    head is on every pipeline stage, not on the last alone. `embeds_for_draft`: its last stage has
+    the embedding too where a draft model is served. `tied` says what becomes of a tied head: a
+    "copy" of the embedding on the last of several stages; served on "one_stage" only; or "never".
+    """
+
+    attention_dp: bool = True
+    dense_whole: bool = False
+    dense_layers: bool = True
+    head_everywhere: bool = False
+    embeds_for_draft: bool = False
+    tied: Literal["copy", "one_stage", "never"] = "copy"
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One `architectures` entry that megarl knows.
 
@@ -92,7 +111,7 @@ class Family:
     means: "derived" is hidden_size / num_attention_heads, "heads" is num_attention_heads,
     "required" is an error. `ropes` are the rope_types that are read; `rotary_fraction` what an
     absent partial_rotary_factor means, None where it can only be 1. `attention` and `experts` say
-    in whose fields a config describes them.
+    in whose fields a config describes them. `served` is what SGLang does in its own way.
     `trained` says whether the learner computes it; layouts, plans and conversion work for every
     family. `duplicates` are names of checkpoint tensors that repeat another: published checkpoints
     have them, nobody reads them. There `{layer}` is the number of a multi-token prediction layer.
@@ -111,5 +130,6 @@ class Family:
     rotary_fraction: float | None = None
     attention: Literal["grouped", "latent"] = "grouped"
     experts: Literal["none", "qwen3", "deepseek"] = "none"
+    served: Served = Served()
     trained: bool = True
     duplicates: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.actor.families.dense import BLOCKS, grouped_query_attention
-from megarl.actor.families.family import Family
+from megarl.actor.families.family import Family, Served
 from megarl.actor.families.moe import routed_experts, router, shared_experts
 from megarl.actor.families.mtp import (
     DUPLICATES,
@@ -39,6 +39,7 @@ GLM4_MOE = Family(
     blocks={**BLOCKS, "moe": _MOE, "mtp": ENTRY_AND_FINAL_NORM + _MTP_LAYER},
     rotary_fraction=0.5,  # transformers' Glm4MoeConfig
     experts="deepseek",
+    served=Served(dense_whole=True, head_everywhere=True, tied="never"),
     trained=False,
     duplicates=DUPLICATES,
 )

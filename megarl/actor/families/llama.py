@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.actor.families.dense import BLOCKS
-from megarl.actor.families.family import Family
+from megarl.actor.families.family import Family, Served
 
 LLAMA = Family(
     architecture="LlamaForCausalLM",
@@ -24,5 +24,6 @@ LLAMA = Family(
     },
     harmless=frozenset(),
     blocks=BLOCKS,
+    served=Served(attention_dp=False, head_everywhere=True, tied="one_stage"),
     ropes=("default", "llama3"),
 )

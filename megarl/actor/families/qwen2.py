@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.actor.families.dense import BLOCKS
-from megarl.actor.families.family import Family
+from megarl.actor.families.family import Family, Served
 
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
@@ -21,5 +21,6 @@ QWEN2 = Family(
     },
     harmless=frozenset({"sliding_window", "max_window_layers"}),
     blocks=BLOCKS,
+    served=Served(attention_dp=False),
     ropes=("default", "llama3"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.actor.families.dense import BLOCKS, grouped_query_attention
-from megarl.actor.families.family import Family
+from megarl.actor.families.family import Family, Served
 from megarl.actor.families.moe import routed_experts, router
 
 QWEN3_MOE = Family(
@@ -26,5 +26,6 @@ QWEN3_MOE = Family(
     ),
     blocks={**BLOCKS, "moe": grouped_query_attention() + router() + routed_experts()},
     experts="qwen3",
+    served=Served(dense_layers=False, head_everywhere=True, tied="never"),
     trained=False,
 )
