@@ -147,7 +147,10 @@ def block_spec(
     the classes of its linears by name. Experts are Megatron's SequentialMLP.
     """
     assert not (fused and config.multi_latent_attention), "latent attention: give fused=False"
-    attention = _latent_attention() if config.multi_latent_attention else _attention(config, fused)
+    if config.multi_latent_attention:
+        attention = _latent_attention(full_rank=config.q_lora_rank is None)
+    else:
+        attention = _attention(config, fused)
     layers = [
         _layer(config, attention, has_experts, fused)
         for has_experts in _expert_layers(config)[first_layer : first_layer + num_layers]
@@ -203,9 +206,26 @@ def _attention(config: TransformerConfig, fused: bool) -> ModuleSpec:
     )
 
 
-def _latent_attention() -> ModuleSpec:
+class FullRankQueries(MLASelfAttention):  # type: ignore[misc]
+    """Latent attention without a low rank for queries: they are projected as they come.
+
+    Megatron's own choice of classes puts a norm, with a weight that no policy has, in front of
+    `linear_q_proj` wherever keys and values are normed.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_q_up_proj": IdentityOp,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "q_layernorm": IdentityOp,
+            "kv_layernorm": submodules.kv_layernorm,
+        }
+
+
+def _latent_attention(full_rank: bool) -> ModuleSpec:
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=FullRankQueries if full_rank else MLASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,

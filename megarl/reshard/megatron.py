@@ -140,9 +140,7 @@ def check_supported(transformer_config: Mapping[str, object]) -> None:
 def check_divisible(shape: ModelShape, mesh: LearnerMesh) -> None:
     """Raise LayoutError naming the first size that Megatron cannot split over the mesh's ranks.
 
-    Layers are not among them: a pipeline says how they are split. Latent attention with full-rank
-    queries is refused: QKNormConfigResolver (transformer/mla_qk_norm_config.py) builds
-    `linear_q_proj` with a norm inside for Transformer Engine, and builds nothing without it.
+    Layers are not among them: a pipeline says how they are split.
     """
     tp, moe = mesh.tp, shape.moe
     sizes = [("attention heads", shape.num_heads, "tp", tp)]
@@ -163,11 +161,6 @@ def check_divisible(shape: ModelShape, mesh: LearnerMesh) -> None:
             )
     if shape.mla is None:
         _check_groups(shape, tp)
-    elif shape.mla.q_lora_rank is None:
-        raise LayoutError(
-            "megatron-core 0.19 norms the input of linear_q_proj a second time, with a weight that "
-            "the policy does not have; use a policy whose latent attention has a q_lora_rank"
-        )
 
 
 def _check_groups(shape: ModelShape, tp: int) -> None:

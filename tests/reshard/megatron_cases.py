@@ -14,6 +14,8 @@ from tests.reshard.models import TINY_EXPERTS, TINY_LATENT, tiny_shape
 VOCAB_DIVISOR = 8
 TOKENS = [[1, 5, 99, 3, 0, 42, 17], [64, 63, 2, 2, 88, 50, 7]]
 
+FULL_RANK_LATENT = replace(TINY_LATENT, q_lora_rank=None)
+
 FUSED, LOCAL = ("te", "sequential"), ("local", "sequential")
 """Forms of the CPU's block: norms inside linears as with Transformer Engine, or beside them."""
 
@@ -115,6 +117,8 @@ EXPERTS = [
     Case(glm(4, num_mtp_layers=1), LearnerMesh(pp=2, vpp=2), written="Et|t|t|tmL"),
     Case(deepseek(), LearnerMesh(tp=2, ep=2), LOCAL),
     Case(deepseek(num_mtp_layers=1), LearnerMesh(tp=2, etp=2), LOCAL),
+    Case(deepseek(mla=FULL_RANK_LATENT), LearnerMesh(tp=2, ep=2), LOCAL),  # as Moonlight
+    Case(deepseek(mla=FULL_RANK_LATENT), LearnerMesh(pp=2), LOCAL, first=1),
     Case(deepseek(num_mtp_layers=1), LearnerMesh(pp=2), LOCAL, written="Et|ttmL"),
 ]
 
@@ -134,9 +138,9 @@ FOUR = [
     Case(glm(num_mtp_layers=1, tie_embeddings=True), LearnerMesh(pp=4), written="Et|tt|m|L"),
 ]
 
-# What Megatron builds of latent attention with full-rank queries, which has no layout.
+# Megatron's own spec norms full-rank queries once more than the policy does.
 FULL_RANK = Case(
-    deepseek(mla=replace(TINY_LATENT, q_lora_rank=None)),
+    deepseek(mla=FULL_RANK_LATENT),
     LearnerMesh(tp=2, ep=2),
     ("te", "per_expert"),
     stubs=True,

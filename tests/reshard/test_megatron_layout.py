@@ -24,7 +24,7 @@ from megarl.reshard.mesh import LearnerMesh
 from megarl.reshard.pipeline import Pipeline
 from tests.reshard.learner_slices import Arrays
 from tests.reshard.megatron_oracle import Oracle
-from tests.reshard.models import TINY_EXPERTS, TINY_LATENT, numbered, tiny_shape
+from tests.reshard.models import TINY_EXPERTS, numbered, tiny_shape
 from tests.reshard.strategies import DENSE, MOE, SHARED, Side, learners, shapes
 
 
@@ -214,7 +214,6 @@ def test_kind_names_the_whole_mesh() -> None:
     )
 
 
-FULL_RANK = replace(TINY_LATENT, q_lora_rank=None)
 ODD = replace(TINY_EXPERTS, expert_intermediate_size=9, shared_intermediate_size=18)
 
 
@@ -237,11 +236,6 @@ ODD = replace(TINY_EXPERTS, expert_intermediate_size=9, shared_intermediate_size
         (glm(), LearnerMesh(dp=3, ep=3), r"4 experts .*ep=3; use an ep that divides 4"),
         (glm(moe=ODD), LearnerMesh(dp=2, etp=2), r"9 rows of an expert's gate .*etp=2"),
         (glm(moe=ODD), LearnerMesh(tp=4), r"18 rows of the shared experts' gate .*tp=4"),
-        (
-            tiny_shape("DeepseekV3ForCausalLM", mla=FULL_RANK),
-            LearnerMesh(),
-            r"norms the input of linear_q_proj a second time.* has a q_lora_rank",
-        ),
     ],
 )
 def test_what_megatron_does_not_split_is_named(
