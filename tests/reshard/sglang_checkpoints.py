@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.actor.families import FAMILIES
-from megarl.actor.parameters import BlockTable, Parameter, block_table
+from megarl.actor.parameters import BlockTable, block_table
 from megarl.actor.shape import LatentAttention, MixtureOfExperts, ModelShape
 from megarl.reshard.blocks import Blocks
 from megarl.reshard.execute import slices
@@ -200,8 +200,3 @@ def held_by(layout: Layout, rank: int, tensors: dict[str, torch.Tensor]) -> Arra
     for padding in written.paddings:
         made[padding.local][slices(padding.box)] = 0
     return made
-
-
-def parameters_by_name(table: BlockTable) -> dict[str, Parameter]:
-    """A table's parameters under their full names."""
-    return {parameter.name: parameter for parameter in table.parameters}
