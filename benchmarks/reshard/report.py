@@ -121,9 +121,11 @@ def _beside(figures: Figures, awex: AwexPlan) -> Figures:
         "bytes_ratio": wire / figures["minimum_bytes"] if figures["minimum_bytes"] else None,
         "bytes_are_from_its_plan": not awex.cut_off,
         "tie_on_bytes": abs(wire - figures["wire_bytes"]) <= TIE * figures["wire_bytes"],
-        "senders": len(awex.sent_bytes),
-        "busiest_sender_bytes": busiest,
-        "sender_over_mean": ratio(busiest, sent / figures["learner_gpus"]),
+        "senders": None if awex.cut_off else len(awex.sent_bytes),
+        "busiest_sender_bytes": None if awex.cut_off else busiest,
+        "sender_over_mean": None
+        if awex.cut_off
+        else ratio(busiest, sent / figures["learner_gpus"]),
         "speedup_global": awex.global_s / figures["plan_s"],
         "speedup_local": local / figures["plan_and_operations_s"],
     }
