@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from megarl.reshard.cells import Holder, Pairing
+import numpy as np
+
+from megarl.reshard.cells import Holder, Ints, Pairing
 from megarl.reshard.placement import Device, Placement
 
 Stages = tuple[tuple[int, ...], ...]
@@ -101,6 +103,23 @@ def group_ranks(group: tuple[Holder, ...], stages: Stages) -> tuple[int, ...]:
     return tuple(stages[site][position] for site, position, _ in group)
 
 
+@dataclass(frozen=True)
+class _Pattern:
+    """The nodes that need a flow. `network` are the deliveries by network, by number of members:
+    (which deliveries, for each the places of its members' ranks in the counts of bytes)."""
+
+    deliveries: tuple[Delivery, ...]
+    network: tuple[tuple[tuple[int, ...], Ints], ...]
+    num_network: int
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether a node has several members, or a holder of its own."""
+        return self.num_network < len(self.deliveries) or any(
+            places.shape[1] > 1 for _, places in self.network
+        )
+
+
 class _Router:
     """Routes being made, with the bytes that each rank sends and receives so far."""
 
@@ -110,10 +129,13 @@ class _Router:
         self.pairings, self.segments, self.placement = pairings, segments, placement
         self.shares_nodes = placement.shares_nodes
         self.traffic = Traffic()
+        self.place = {rank: i for i, rank in enumerate(sorted(placement.destination))}
+        # Bytes by place: received by network, taken and given in the fan-out behind it.
+        self.received, self.fan_in, self.fan_out = np.zeros((3, len(self.place)), np.int64)
         self.readers: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
-        self.single: dict[int, Route] = {}
+        self.made: dict[tuple[int, int, tuple[tuple[int, ...], ...]], tuple[Delivery, ...]] = {}
         self.ranks: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.patterns: list[dict[tuple[int, int], tuple[Delivery, ...]]] = [{} for _ in segments]
+        self.patterns: list[dict[tuple[int, int], _Pattern]] = [{} for _ in segments]
         self.found: list[list[Route | None]] = [
             [None] * pairings[segment.pairing].num_flows for segment in segments
         ]
@@ -126,6 +148,12 @@ class _Router:
         for _, _, number, flow in sorted(choices):
             self._choose(number, flow)
         done = tuple(tuple(r for r in routes if r is not None) for routes in self.found)
+        for counts, array in (
+            (self.traffic.network_in, self.received),
+            (self.traffic.fanout_in, self.fan_in),
+            (self.traffic.fanout_out, self.fan_out),
+        ):
+            counts.update({r: n for r, n in zip(self.place, array.tolist(), strict=True) if n})
         return done, self.traffic
 
     def _without_choice(self, number: int) -> list[tuple[int, int, int, int]]:
@@ -136,37 +164,30 @@ class _Router:
         left = pairing.flow_source.tolist()
         right = pairing.flow_destination.tolist()
         sizes = pairing.flow_bytes.tolist()
-        fixed: dict[tuple[int, int], Route] = {}
+        blocks = len(segment.blocks)
+        fixed: dict[int, Route] = {}
         out: dict[tuple[int, int], int] = {}
-        into: dict[int, int] = {}
+        into: dict[int, tuple[_Pattern, int]] = {}
         rest = []
         for flow, (a, b, size) in enumerate(zip(left, right, sizes, strict=True)):
-            deliveries = self._pattern(number, a, b)
-            single = not any(len(d.members) > 1 or d.near for d in deliveries)
-            if single:
-                into[b] = into.get(b, 0) + size
-            if not single or len(sources[a]) > 1:
+            pattern = self._pattern(number, a, b)
+            if len(sources[a]) > 1 or pattern.has_choice:
                 rest.append((len(sources[a]), -size, number, flow))
                 continue
-            if (a, b) not in fixed:
-                fixed[a, b] = self._only_way(deliveries, len(segment.blocks))
-            self.found[number][flow] = fixed[a, b]
+            if id(pattern) not in fixed:
+                deliveries = self._ingress(pattern, 0, blocks)
+                senders = (0,) * (blocks * len(deliveries))
+                fixed[id(pattern)] = Route(senders, deliveries, len(deliveries))
+            self.found[number][flow] = fixed[id(pattern)]
             out[a, b] = out.get((a, b), 0) + size
-        blocks = len(segment.blocks)
+            into[id(pattern)] = (pattern, into.get(id(pattern), (pattern, 0))[1] + size)
         for (a, b), size in out.items():
             (sender,) = self._senders(number, a)
-            _add(self.traffic.network_out, sender, size * blocks * len(self._receivers(number, b)))
-        for b, size in into.items():
-            for rank in self._receivers(number, b):
-                _add(self.traffic.network_in, rank, size * blocks)
+            network = self._pattern(number, a, b).num_network
+            _add(self.traffic.network_out, sender, size * blocks * network)
+        for pattern, size in into.values():
+            self._ingress(pattern, size, blocks)
         return rest
-
-    def _only_way(self, deliveries: tuple[Delivery, ...], blocks: int) -> Route:
-        """The route from one holder to one member on each node."""
-        if id(deliveries) not in self.single:
-            single = tuple(Delivery(d.node, d.members, d.members * blocks) for d in deliveries)
-            self.single[id(deliveries)] = Route((0,) * (blocks * len(single)), single, len(single))
-        return self.single[id(deliveries)]
 
     def _senders(self, number: int, a: int) -> tuple[int, ...]:
         """The ranks of a segment's source group."""
@@ -184,7 +205,7 @@ class _Router:
             self.ranks[number, -1 - b] = group_ranks(group, segment.destination)
         return self.ranks[number, -1 - b]
 
-    def _pattern(self, number: int, a: int, b: int) -> tuple[Delivery, ...]:
+    def _pattern(self, number: int, a: int, b: int) -> _Pattern:
         """The nodes that need a flow from group a to group b, and who of group a is on each."""
         key = (a if self.shares_nodes else -1, b)
         if key not in self.patterns[number]:
@@ -193,19 +214,26 @@ class _Router:
             )
         return self.patterns[number][key]
 
-    def _nodes(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[Delivery, ...]:
+    def _nodes(self, senders: Sequence[int], receivers: Sequence[int]) -> _Pattern:
         devices = [self.placement.source[rank] for rank in senders] if self.shares_nodes else []
         by_node: dict[int, list[tuple[int, Device]]] = {}
         for member, rank in enumerate(receivers):
             device = self.placement.destination[rank]
             by_node.setdefault(device.node, []).append((member, device))
-        deliveries = []
+        deliveries: list[Delivery] = []
+        network: dict[int, list[int]] = {}
         for node, members in sorted(by_node.items()):
             near = tuple(i for i, d in enumerate(devices) if d.node == node)
             own = {devices[i]: i for i in reversed(near)}
             local = tuple(own.get(device, -1) for _, device in members) if near else ()
+            if not near:
+                network.setdefault(len(members), []).append(len(deliveries))
             deliveries.append(Delivery(node, tuple(m for m, _ in members), (), near, local))
-        return tuple(deliveries)
+        groups = []
+        for which in network.values():
+            ranks = [[self.place[receivers[m]] for m in deliveries[i].members] for i in which]
+            groups.append((tuple(which), np.array(ranks, np.int64)))
+        return _Pattern(tuple(deliveries), tuple(groups), sum(map(len, network.values())))
 
     def _choose(self, number: int, flow: int) -> None:
         """Route one flow that has a choice, and count its bytes."""
@@ -214,40 +242,52 @@ class _Router:
         a, b = int(pairing.flow_source[flow]), int(pairing.flow_destination[flow])
         senders, receivers = self._senders(number, a), self._receivers(number, b)
         size, blocks = int(pairing.flow_bytes[flow]), len(segment.blocks)
-        deliveries = self._pattern(number, a, b)
-        if any(len(d.members) > 1 or d.near for d in deliveries):
+        pattern = self._pattern(number, a, b)
+        deliveries = self._ingress(pattern, size, blocks)
+        if pattern.num_network < len(deliveries):
             first = pairing.source.first_row[pairing.source_box[pairing.start[flow]]]
             tensor = (number, int(pairing.source.tensor[first]), a)
             deliveries = tuple(
-                self._direct(d, tensor, senders, receivers, size, blocks)
-                if d.near
-                else self._ingress(d, receivers, size, blocks)
+                self._direct(d, tensor, senders, receivers, size, blocks) if d.near else d
                 for d in deliveries
             )
-        else:
-            deliveries = self._only_way(deliveries, blocks).deliveries
-        network = sum(1 for d in deliveries if not d.near)
         out = self.traffic.network_out
-        counts = shares([out.get(rank, 0) for rank in senders], blocks * network, size)
+        loads = tuple(out.get(rank, 0) for rank in senders)
+        counts = shares(loads, blocks * pattern.num_network, size)
         for rank, sends in zip(senders, counts, strict=True):
             _add(out, rank, size * sends)
-        self.found[number][flow] = Route(interleaved(counts), deliveries, network)
+        self.found[number][flow] = Route(interleaved(counts), deliveries, pattern.num_network)
 
-    def _ingress(
-        self, delivery: Delivery, receivers: Sequence[int], size: int, blocks: int
-    ) -> Delivery:
-        """Which member is the ingress of each block, so that what they receive levels out."""
-        traffic, members = self.traffic, delivery.members
-        if len(members) == 1:
-            _add(traffic.network_in, receivers[members[0]], size * blocks)
-            return Delivery(delivery.node, members, members * blocks)
-        ranks = [receivers[m] for m in members]
-        counts = shares([traffic.network_in.get(rank, 0) for rank in ranks], blocks, size)
-        for rank, turns in zip(ranks, counts, strict=True):
-            _add(traffic.network_in, rank, size * turns)
-            _add(traffic.fanout_in, rank, size * (blocks - turns))
-            _add(traffic.fanout_out, rank, size * turns * (len(members) - 1))
-        return Delivery(delivery.node, members, tuple(members[i] for i in interleaved(counts)))
+    def _ingress(self, pattern: _Pattern, size: int, blocks: int) -> tuple[Delivery, ...]:
+        """The deliveries, with which member is the ingress of each block: received bytes level out.
+
+        Counts the bytes. Flows whose members take equal turns share their deliveries.
+        """
+        turns: list[tuple[int, ...]] = [()] * len(pattern.deliveries)
+        for which, places in pattern.network:
+            width = places.shape[1]
+            if width == 1:
+                taken = np.full(places.shape, blocks, np.int64)
+                found: list[tuple[int, ...]] = [(blocks,)] * len(which)
+            else:
+                loads = self.received[places]
+                loads -= loads.min(axis=1, keepdims=True)
+                found = [shares(tuple(row), blocks, size) for row in loads.tolist()]
+                taken = np.array(found, np.int64)
+                np.add.at(self.fan_in, places, size * (blocks - taken))
+                np.add.at(self.fan_out, places, size * (width - 1) * taken)
+            np.add.at(self.received, places, size * taken)
+            for i, counts in zip(which, found, strict=True):
+                turns[i] = counts
+        key = (id(pattern), blocks, tuple(turns))
+        if key not in self.made:
+            self.made[key] = tuple(
+                d
+                if d.near
+                else Delivery(d.node, d.members, tuple(d.members[i] for i in interleaved(counts)))
+                for d, counts in zip(pattern.deliveries, turns, strict=True)
+            )
+        return self.made[key]
 
     def _direct(
         self,
@@ -268,9 +308,8 @@ class _Router:
         key = (*tensor, delivery.node)
         pulls = sum(1 for i in delivery.local if i < 0)
         if key not in self.readers:
-            counts = shares(
-                [given.get(senders[i], 0) for i in delivery.near], blocks, max(size * pulls, 1)
-            )
+            loads = tuple(given.get(senders[i], 0) for i in delivery.near)
+            counts = shares(loads, blocks, max(size * pulls, 1))
             self.readers[key] = tuple(delivery.near[i] for i in interleaved(counts))
         near = self.readers[key]
         for member, own in zip(delivery.members, delivery.local, strict=True):
@@ -281,26 +320,29 @@ class _Router:
         return Delivery(delivery.node, delivery.members, (), near, delivery.local)
 
 
-def shares(loads: Sequence[int], units: int, size: int) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def shares(loads: tuple[int, ...], units: int, size: int) -> tuple[int, ...]:
     """How many of `units` things of `size` each place takes, so that its load levels out.
 
-    >>> shares([0, 0, 0], 7, 10), shares([30, 0, 0], 7, 10)
+    In whole numbers, so that every machine finds the same.
+
+    >>> shares((0, 0, 0), 7, 10), shares((30, 0, 0), 7, 10)
     ((3, 2, 2), (1, 3, 3))
     """
     places = len(loads)
-    if loads.count(loads[0]) == places:
+    if size == 0 or loads.count(loads[0]) == places:
         return tuple(units // places + (1 if i < units % places else 0) for i in range(places))
     order = sorted(range(places), key=lambda i: (loads[i], i))
-    below, level = 0, 0.0
-    for count, i in enumerate(order, 1):  # the places that take any: the lowest ones
-        below += loads[i]
-        level = (below + units * size) / count
-        if count == places or level <= loads[order[count]]:
+    filled, count = 0, 0  # the lowest places, up to a level that none of the others is below
+    for count, i in enumerate(order, 1):
+        filled += loads[i]
+        if count == places or filled + units * size <= loads[order[count]] * count:
             break
-    wanted = [max(0.0, (level - load) / size) for load in loads]
-    counts = [int(want) for want in wanted]
+    level = filled + units * size  # times count
+    parts = {i: divmod(level - loads[i] * count, size * count) for i in order[:count]}
+    counts = [parts[i][0] if i in parts else 0 for i in range(places)]
     left = units - sum(counts)
-    for i in sorted(range(places), key=lambda i: (counts[i] - wanted[i], i))[:left]:
+    for i in sorted(parts, key=lambda i: (-parts[i][1], i))[:left]:
         counts[i] += 1
     return tuple(counts)
 
