@@ -116,6 +116,20 @@ class Pairing:
         """Number of flows."""
         return len(self.flow_bytes)
 
+    @cached_property
+    def group_pairs(self) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+        """(distinct pairs of source and destination groups, each pair's bytes, each flow's pair).
+
+        Flows of one pair may always travel alike.
+        """
+        groups = 1 + int(self.flow_destination.max(initial=0))
+        keys, of_flow = np.unique(
+            self.flow_source * groups + self.flow_destination, return_inverse=True
+        )
+        total = np.zeros(len(keys), np.int64)
+        np.add.at(total, of_flow, self.flow_bytes)
+        return [divmod(key, groups) for key in keys.tolist()], total.tolist(), of_flow.tolist()
+
     def cells(self, flow: int) -> slice:
         """The cells of a flow."""
         return slice(int(self.start[flow]), int(self.start[flow + 1]))

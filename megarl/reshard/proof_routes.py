@@ -22,28 +22,21 @@ def prove_routes(plan: Plan) -> None:
         pairing = plan.pairings[segment.pairing]
         if len(routes) != pairing.num_flows:
             raise LayoutError(f"plan: {pairing.num_flows - len(routes)} flows have no route")
-        sources, destinations = pairing.source.groups[0], pairing.destination.groups[0]
-        proved: set[tuple[int, int, int]] = set()
+        senders = [group_ranks(group, segment.source) for group in pairing.source.groups[0]]
+        receivers = [
+            group_ranks(group, segment.destination) for group in pairing.destination.groups[0]
+        ]
+        pairs, _, of_flow = pairing.group_pairs
+        proved: set[tuple[int, int]] = set()
         delivered: set[tuple[int, int]] = set()  # many routes share their deliveries
         crossing = 0
-        for found, a, b, size in zip(
-            routes,
-            pairing.flow_source.tolist(),
-            pairing.flow_destination.tolist(),
-            pairing.flow_bytes.tolist(),
-            strict=True,
-        ):
+        for found, pair, size in zip(routes, of_flow, pairing.flow_bytes.tolist(), strict=True):
             crossing += size * found.num_network
-            if (id(found), a, b) in proved:
+            if (id(found), pair) in proved:
                 continue
-            proved.add((id(found), a, b))
-            check = _Check(
-                plan,
-                found,
-                group_ranks(sources[a], segment.source),
-                group_ranks(destinations[b], segment.destination),
-                len(segment.blocks),
-            )
+            proved.add((id(found), pair))
+            a, b = pairs[pair]
+            check = _Check(plan, found, senders[a], receivers[b], len(segment.blocks))
             if (id(found.deliveries), b) not in delivered:
                 delivered.add((id(found.deliveries), b))
                 check.each_holder_once()
@@ -89,8 +82,7 @@ class _Check:
                 f"senders {sorted(given)} of {len(route.senders)} sendings are not among the "
                 f"holders, or not one for each of {self.blocks} blocks to {len(network)} nodes"
             )
-        holding = {source[rank].node for rank in self.senders}
-        needless = holding.intersection(network)
+        needless = {source[rank].node for rank in self.senders}.intersection(network)
         if needless:
             raise self.refuse(f"node {min(needless)} holds it already, but gets it by network")
 

@@ -111,13 +111,7 @@ class _Pattern:
     deliveries: tuple[Delivery, ...]
     network: tuple[tuple[tuple[int, ...], Ints], ...]
     num_network: int
-
-    @property
-    def has_choice(self) -> bool:
-        """Whether a node has several members, or a holder of its own."""
-        return self.num_network < len(self.deliveries) or any(
-            places.shape[1] > 1 for _, places in self.network
-        )
+    has_choice: bool  # whether a node has several members, or a holder of its own
 
 
 class _Router:
@@ -161,33 +155,33 @@ class _Router:
         segment = self.segments[number]
         pairing = self.pairings[segment.pairing]
         sources = pairing.source.groups[0]
-        left = pairing.flow_source.tolist()
-        right = pairing.flow_destination.tolist()
-        sizes = pairing.flow_bytes.tolist()
+        pairs, sizes, of_flow = pairing.group_pairs
         blocks = len(segment.blocks)
         fixed: dict[int, Route] = {}
-        out: dict[tuple[int, int], int] = {}
-        into: dict[int, tuple[_Pattern, int]] = {}
-        rest = []
-        for flow, (a, b, size) in enumerate(zip(left, right, sizes, strict=True)):
+        total: dict[int, tuple[_Pattern, int]] = {}
+        by_pair: list[Route | None] = []
+        for (a, b), size in zip(pairs, sizes, strict=True):
             pattern = self._pattern(number, a, b)
             if len(sources[a]) > 1 or pattern.has_choice:
-                rest.append((len(sources[a]), -size, number, flow))
+                by_pair.append(None)
                 continue
             if id(pattern) not in fixed:
                 deliveries = self._ingress(pattern, 0, blocks)
                 senders = (0,) * (blocks * len(deliveries))
                 fixed[id(pattern)] = Route(senders, deliveries, len(deliveries))
-            self.found[number][flow] = fixed[id(pattern)]
-            out[a, b] = out.get((a, b), 0) + size
-            into[id(pattern)] = (pattern, into.get(id(pattern), (pattern, 0))[1] + size)
-        for (a, b), size in out.items():
+            by_pair.append(fixed[id(pattern)])
             (sender,) = self._senders(number, a)
-            network = self._pattern(number, a, b).num_network
-            _add(self.traffic.network_out, sender, size * blocks * network)
-        for pattern, size in into.values():
+            _add(self.traffic.network_out, sender, size * blocks * pattern.num_network)
+            total[id(pattern)] = (pattern, total.get(id(pattern), (pattern, 0))[1] + size)
+        for pattern, size in total.values():
             self._ingress(pattern, size, blocks)
-        return rest
+        self.found[number] = [by_pair[pair] for pair in of_flow]
+        rest = [flow for flow, pair in enumerate(of_flow) if by_pair[pair] is None]
+        flow_bytes = pairing.flow_bytes
+        return [
+            (len(sources[pairs[of_flow[flow]][0]]), -int(flow_bytes[flow]), number, flow)
+            for flow in rest
+        ]
 
     def _senders(self, number: int, a: int) -> tuple[int, ...]:
         """The ranks of a segment's source group."""
@@ -233,7 +227,9 @@ class _Router:
         for which in network.values():
             ranks = [[self.place[receivers[m]] for m in deliveries[i].members] for i in which]
             groups.append((tuple(which), np.array(ranks, np.int64)))
-        return _Pattern(tuple(deliveries), tuple(groups), sum(map(len, network.values())))
+        num_network = sum(map(len, network.values()))
+        has_choice = num_network < len(deliveries) or any(width > 1 for width in network)
+        return _Pattern(tuple(deliveries), tuple(groups), num_network, has_choice)
 
     def _choose(self, number: int, flow: int) -> None:
         """Route one flow that has a choice, and count its bytes."""
