@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.errors import LayoutError
-from megarl.reshard.cells import Ints, widths
+from megarl.reshard.cells import widths
+from megarl.reshard.layout import Ints
 from megarl.reshard.moves import LINKS, Link, Operations
 from megarl.reshard.plan import Plan
 

@@ -9,21 +9,20 @@ Boxes are arrays [n, D] of first and end indices, padded on the left to D dims w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megarl.actor.parameters import Parameter
-from megarl.reshard.layout import BlockLayout, Box, cut
+from megarl.reshard.layout import BlockLayout, Box, Ints, cut
 
-Ints = NDArray[np.int64]
 Holder = tuple[int, int, int]
 """(which of the block's sites, position in that site's stage, which copy of the box it holds)."""
 
+BATCH = 512  # boxes compared at a time with all of the other side, to bound memory
 BYTES = {"float32": 4, "float8": 1}  # of parameters whose precision is not the policy's
 
 
@@ -94,8 +93,9 @@ class Pieces:
 class Pairing:
     """The cells of one kind of block between two layouts, ordered by flow.
 
-    A flow is a run of cells of one parameter with the same holders on both sides; flow f has the
-    cells [start[f], start[f + 1]). `flow_bytes` counts its bytes on the wire.
+    A flow is a run of cells of one parameter with the same holders on both sides, or the n-th
+    chunks of those that were cut; flow f has the cells [start[f], start[f + 1]). `flow_bytes`
+    counts its bytes on the wire.
     """
 
     parameters: tuple[Parameter, ...]
@@ -144,9 +144,9 @@ def pair(
 ) -> Pairing:
     """The cells between the sites of one kind of block on both sides.
 
-    `parameters` are the destination's; cells of more than `chunk_bytes` are cut along their rows,
-    so that no single one is too large to be shared out. Elements nobody holds on the source side
-    are in no cell: the proof names them.
+    `parameters` are the destination's. Cells of more than `chunk_bytes` are cut along their first
+    dims until none is larger, so that all can be shared out. Elements that nobody holds on the
+    source side are in no cell: the proof names them.
     """
     shapes = [parameter.shape for parameter in parameters]
     shapes += [t.shape for template in (*source, *destination) for t in template.tensors]
@@ -257,8 +257,7 @@ def _disjoint(rows: list[_Row]) -> list[_Row]:
     boxes = list(dict.fromkeys((row.low, row.high) for row in rows))
     low = np.array([low for low, _ in boxes], np.int64)
     high = np.array([high for _, high in boxes], np.int64)
-    shared = np.minimum(high[:, None], high[None]) > np.maximum(low[:, None], low[None])
-    if int(shared.all(axis=2).sum()) == len(boxes):
+    if sum(len(i) for i, _ in _overlaps(low, high, low, high)) == len(boxes):  # with themselves
         return rows
     parts: dict[Box, list[Box]] = {}
     for cell, box in cut(tuple(zip(low, high, strict=True)) for low, high in boxes):
@@ -272,6 +271,15 @@ def _disjoint(rows: list[_Row]) -> list[_Row]:
     return finer
 
 
+def _overlaps(low: Ints, high: Ints, lower: Ints, higher: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """(i, j) for which box i of the first and box j of the second overlap, some i at a time."""
+    for start in range(0, len(low), BATCH):
+        first, end = low[start : start + BATCH, None], high[start : start + BATCH, None]
+        shared = (np.minimum(end, higher[None]) > np.maximum(first, lower[None])).all(axis=2)
+        i, j = np.nonzero(shared)
+        yield i + start, j
+
+
 def _intersections(
     num_parameters: int, ours: Pieces, theirs: Pieces
 ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
@@ -281,11 +289,12 @@ def _intersections(
     for number in range(num_parameters):
         a = left[ours.parameter[left] == number]
         b = right[theirs.parameter[right] == number]
-        low = np.maximum(ours.low[a][:, None], theirs.low[b][None])
-        high = np.minimum(ours.high[a][:, None], theirs.high[b][None])
-        i, j = np.nonzero((low < high).all(axis=2))
-        owner = np.full(len(i), number, np.int64)
-        parts.append((owner, low[i, j], high[i, j], ours.box[a[i]], theirs.box[b[j]]))
+        for i, j in _overlaps(ours.low[a], ours.high[a], theirs.low[b], theirs.high[b]):
+            x, y = a[i], b[j]
+            low = np.maximum(ours.low[x], theirs.low[y])
+            high = np.minimum(ours.high[x], theirs.high[y])
+            owner = np.full(len(i), number, np.int64)
+            parts.append((owner, low, high, ours.box[x], theirs.box[y]))
     if not parts:
         empty, boxes = np.zeros(0, np.int64), np.zeros((0, ours.low.shape[1]), np.int64)
         return empty, boxes, boxes, empty, empty
@@ -296,24 +305,24 @@ def _intersections(
 def _chunked(
     owner: Ints, low: Ints, high: Ints, left: Ints, right: Ints, width: Ints, chunk_bytes: int
 ) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
-    """Cells of more than `chunk_bytes` cut evenly along the first dim that has several indices.
+    """Cells of more than `chunk_bytes` cut into even parts, dim by dim from the first on.
 
     The last array numbers the chunks of a cell.
     """
-    size = (high - low).prod(axis=1) * width[owner]
-    parts = -(-size // chunk_bytes)
-    if not len(size) or parts.max() <= 1:
-        return owner, low, high, left, right, np.zeros(len(owner), np.int64)
-    extent = high - low
-    dim = (extent > 1).argmax(axis=1)
-    rows = np.arange(len(size))
-    parts = np.maximum(np.minimum(parts, extent[rows, dim]), 1)
-    index = np.repeat(rows, parts)
-    chunk = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
-    low, high, along = low[index], high[index], dim[index]
-    count, span = parts[index], extent[index, along]
-    every = np.arange(len(index))
-    first = low[every, along].copy()
-    low[every, along] = first + chunk * span // count
-    high[every, along] = first + (chunk + 1) * span // count
-    return owner[index], low, high, left[index], right[index], chunk
+    cell = np.arange(len(owner), dtype=np.int64)
+    for dim in range(low.shape[1]):
+        extent = high[:, dim] - low[:, dim]
+        one_index = (high - low).prod(axis=1) // extent * width[owner[cell]]
+        most = np.maximum(chunk_bytes // one_index, 1)
+        parts = -(-extent // most)
+        if not len(parts) or parts.max() <= 1:
+            continue
+        index = np.repeat(np.arange(len(parts)), parts)
+        number = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
+        first, span, count = low[index, dim], extent[index], parts[index]
+        cell, low, high = cell[index], low[index], high[index]
+        low[:, dim] = first + number * span // count
+        high[:, dim] = first + (number + 1) * span // count
+    begin = np.searchsorted(cell, cell)  # chunks of a cell stand in a row
+    chunk = np.arange(len(cell), dtype=np.int64) - begin
+    return owner[cell], low, high, left[cell], right[cell], chunk

@@ -15,10 +15,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megarl.actor.parameters import BlockTable, Parameter
 
 Box = tuple[tuple[int, int], ...]
 """Half-open intervals, one for each dim."""
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +159,24 @@ class Layout:
         """What each rank holds, written out, in rank order."""
         return tuple(self.rank(rank) for rank in self.rank_ids)
 
+    @cached_property
+    def _positions(self) -> dict[int, dict[int, set[int]]]:
+        """For each rank, its positions in each stage that it stands in."""
+        found: dict[int, dict[int, set[int]]] = {}
+        for number, stage in enumerate(self.stages):
+            for position, rank in enumerate(stage):
+                found.setdefault(rank, {}).setdefault(number, set()).add(position)
+        return found
+
     def rank(self, rank: int) -> RankLayout:
         """What one rank holds, written out."""
         tensors: list[LocalTensor] = []
         pieces: list[Piece] = []
         paddings: list[Padding] = []
+        places = self._positions.get(rank, {})
         for site in self.sites:
-            positions = {i for i, held in enumerate(self.stages[site.stage]) if held == rank}
-            if not positions:
+            positions = places.get(site.stage)
+            if positions is None:
                 continue
             block = self.table.blocks[site.block]
             for tensor in self.templates[site.template].tensors:
@@ -264,7 +279,7 @@ def offset_in(piece: Piece, box: Box) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class AtomHolder:
     """One place that holds an atom: tensor `local` of `rank` from offset `at` on."""
 
     rank: int
@@ -278,7 +293,7 @@ class Atom:
 
     tensor: str
     box: Box
-    holders: tuple[Holder, ...]
+    holders: tuple[AtomHolder, ...]
 
 
 def atoms(layout: Layout) -> dict[str, tuple[Atom, ...]]:
@@ -291,11 +306,11 @@ def atoms(layout: Layout) -> dict[str, tuple[Atom, ...]]:
             found[piece.tensor].setdefault(piece.box, []).append((rank.rank, piece))
     result = {}
     for tensor, by_box in found.items():
-        cells: dict[Box, list[Holder]] = {}
+        cells: dict[Box, list[AtomHolder]] = {}
         for cell, box in cut(by_box):
             for rank_id, piece in by_box[box]:
                 cells.setdefault(cell, []).append(
-                    Holder(rank_id, piece.local, offset_in(piece, cell))
+                    AtomHolder(rank_id, piece.local, offset_in(piece, cell))
                 )
         result[tensor] = tuple(Atom(tensor, box, tuple(cells[box])) for box in sorted(cells))
     return result

@@ -6,14 +6,13 @@ Owns the way from flows and routes to single copies. Builds nothing for other ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from megarl.reshard.cells import Ints
-from megarl.reshard.layout import Box, Layout
-from megarl.reshard.routes import Route, Segment, group_ranks
+from megarl.reshard.layout import Box, Ints, Layout
+from megarl.reshard.routes import Delivery, Route, Segment, group_ranks
 
 if TYPE_CHECKING:
     from megarl.reshard.plan import Plan
@@ -23,6 +22,7 @@ Link = Literal["local", "node", "network", "fanout"]
 destination rank of the same node, which got it by network."""
 
 LINKS: tuple[Link, ...] = ("local", "node", "network", "fanout")
+_LOCAL, _NODE, _NETWORK, _FANOUT = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +125,11 @@ def operations_to(plan: Plan, rank: int) -> Operations:
         for flow, group in enumerate(pairing.flow_destination.tolist()):
             for member in mine[group]:
                 writer.receive(number, segment, flow, member)
-    return writer.done(by_destination=True)
+    return writer.done()
 
 
 def operations_from(plan: Plan, rank: int) -> Operations:
-    """All copies out of one source rank, in the order of the destination's."""
+    """All copies out of one source rank, by destination rank and then as that one has them."""
     writer = _Writer(plan)
     for number, segment in enumerate(plan.segments):
         if not any(rank in stage for stage in segment.source):
@@ -143,14 +143,14 @@ def operations_from(plan: Plan, rank: int) -> Operations:
         for flow, group in enumerate(pairing.flow_source.tolist()):
             if mine[group]:
                 writer.send(number, segment, flow, mine[group])
-    return writer.done(by_destination=False)
+    return writer.done()
 
 
 def operations_of(plan: Plan, block: int, parameter: int) -> Operations:
     """All copies of one parameter of one block, to all ranks."""
     writer = _Writer(plan)
     for number, segment in enumerate(plan.segments):
-        ks = [k for k, (other, _, _) in enumerate(segment.blocks) if other == block]
+        ks = [k for k, placed in enumerate(segment.blocks) if placed.block == block]
         if not ks:
             continue
         pairing = plan.pairings[segment.pairing]
@@ -159,15 +159,15 @@ def operations_of(plan: Plan, block: int, parameter: int) -> Operations:
         for flow in mine.tolist():
             for member in range(len(groups[int(pairing.flow_destination[flow])])):
                 writer.receive(number, segment, flow, member, ks)
-    return writer.done(by_destination=True)
+    return writer.done()
 
 
 class _Writer:
-    """Rows being collected."""
+    """Rows being collected, as columns by name."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.parts: list[tuple[Ints, ...]] = []
+        self.parts: list[dict[str, Ints]] = []
 
     def receive(
         self,
@@ -190,11 +190,11 @@ class _Writer:
             by: dict[tuple[int, int], list[int]] = {}  # (link, holder it comes from) -> blocks
             for k in blocks:
                 if delivery.near:
-                    key = (int(delivery.local[place] < 0), delivery.source(place, k))
+                    key = (_near_link(delivery, place), delivery.source(place, k))
                 elif delivery.ingress[k] == member:
-                    key = (2, found.sender(k, j))
+                    key = (_NETWORK, found.sender(k, j))
                 else:
-                    key = (3, delivery.ingress[k])
+                    key = (_FANOUT, delivery.ingress[k])
                 by.setdefault(key, []).append(k)
             for (link, holder), ks in by.items():
                 self._rows(segment, flow, ks, link, holder, member)
@@ -211,12 +211,12 @@ class _Writer:
                 if not delivery.near:
                     sender = found.sender(k, j)
                     if sender in holders:
-                        by.setdefault((2, sender, delivery.ingress[k]), []).append(k)
+                        by.setdefault((_NETWORK, sender, delivery.ingress[k]), []).append(k)
                     continue
                 for place, member in enumerate(delivery.members):
                     source = delivery.source(place, k)
                     if source in holders:
-                        link = int(delivery.local[place] < 0)
+                        link = _near_link(delivery, place)
                         by.setdefault((link, source, member), []).append(k)
             for (link, source, member), ks in by.items():
                 self._rows(segment, flow, ks, link, source, member)
@@ -230,7 +230,7 @@ class _Writer:
         low, right = pairing.low[cells], pairing.destination_box[cells]
         into = pairing.destination.groups[0][int(pairing.flow_destination[flow])]
         of = pairing.source.groups[0][int(pairing.flow_source[flow])]
-        fanout = link == LINKS.index("fanout")
+        fanout = link == _FANOUT
         side = pairing.destination if fanout else pairing.source
         box = right if fanout else pairing.source_box[cells]
         group, stages = (into, segment.destination) if fanout else (of, segment.source)
@@ -248,41 +248,58 @@ class _Writer:
         giver_site, giver_position, _ = group[giver]
         taker_site, taker_position, _ = into[taker]
         self.parts.append(
-            (
-                per_block([b[0] for b in blocks]),
-                per_cell(pairing.parameter[cells]),
-                per_cell(low),
-                per_cell(pairing.high[cells]),
-                np.full(n * m, link, np.int64),
-                np.full(n * m, stages[giver_site][giver_position], np.int64),
-                np.full(n * m, segment.destination[taker_site][taker_position], np.int64),
-                per_block([(b[2] if fanout else b[1])[giver_site] for b in blocks]),
-                per_cell(side.tensor[given]),
-                per_cell(side.at[given] + low - side.low[given]),
-                per_block([b[2][taker_site] for b in blocks]),
-                per_cell(pairing.destination.tensor[taken]),
-                per_cell(pairing.destination.at[taken] + low - pairing.destination.low[taken]),
-            )
+            {
+                "block": per_block([b.block for b in blocks]),
+                "parameter": per_cell(pairing.parameter[cells]),
+                "low": per_cell(low),
+                "high": per_cell(pairing.high[cells]),
+                "link": np.full(n * m, link, np.int64),
+                "source": np.full(n * m, stages[giver_site][giver_position], np.int64),
+                "destination": np.full(
+                    n * m, segment.destination[taker_site][taker_position], np.int64
+                ),
+                "source_site": per_block(
+                    [(b.destination if fanout else b.source)[giver_site] for b in blocks]
+                ),
+                "source_tensor": per_cell(side.tensor[given]),
+                "source_at": per_cell(side.at[given] + low - side.low[given]),
+                "destination_site": per_block([b.destination[taker_site] for b in blocks]),
+                "destination_tensor": per_cell(pairing.destination.tensor[taken]),
+                "destination_at": per_cell(
+                    pairing.destination.at[taken] + low - pairing.destination.low[taken]
+                ),
+            }
         )
 
-    def done(self, by_destination: bool) -> Operations:
+    def done(self) -> Operations:
         """All rows in one order: by destination rank, block, tensor and place in it."""
-        dims = max((part[2].shape[1] for part in self.parts), default=1)
-        boxes = {2: 0, 3: 1, 9: 0, 12: 0}  # columns [n, D], with what pads them on the left
-        columns: list[Ints] = []
-        for i in range(13):
-            parts = [part[i] for part in self.parts]
-            if i in boxes:
-                parts = [_widened(part, dims, boxes[i]) for part in parts]
-                columns.append(np.concatenate(parts) if parts else np.zeros((0, dims), np.int64))
-            else:
-                columns.append(np.concatenate(parts) if parts else np.zeros(0, np.int64))
-        at = columns[12]
-        keys = [at[:, d] for d in reversed(range(dims))]
-        order = np.lexsort((*keys, columns[11], columns[10], columns[0]))
-        if not by_destination:
-            order = order[np.argsort(columns[6][order], kind="stable")]
-        return Operations(*(column[order] for column in columns))
+        dims = max((part["low"].shape[1] for part in self.parts), default=1)
+        columns: dict[str, Ints] = {}
+        for name in (field.name for field in fields(Operations)):
+            parts = [part[name] for part in self.parts]
+            if name in _PADDED:
+                parts = [_widened(part, dims, _PADDED[name]) for part in parts]
+                parts = parts or [np.zeros((0, dims), np.int64)]
+            columns[name] = np.concatenate(parts or [np.zeros(0, np.int64)])
+        at = columns["destination_at"]
+        order = np.lexsort(
+            (
+                *(at[:, d] for d in reversed(range(dims))),
+                columns["destination_tensor"],
+                columns["destination_site"],
+                columns["block"],
+                columns["destination"],
+            )
+        )
+        return Operations(**{name: column[order] for name, column in columns.items()})
+
+
+_PADDED = {"low": 0, "high": 1, "source_at": 0, "destination_at": 0}
+"""The columns [n, D], and what they are padded with on the left."""
+
+
+def _near_link(delivery: Delivery, place: int) -> int:
+    return _LOCAL if delivery.local[place] >= 0 else _NODE
 
 
 def _widened(boxes: Ints, dims: int, fill: int) -> Ints:

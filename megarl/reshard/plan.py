@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+
+import numpy as np
 
 from megarl.actor.parameters import Parameter
 from megarl.errors import LayoutError
-from megarl.reshard.cells import Pairing, pair
-from megarl.reshard.layout import Layout, num_elements
+from megarl.reshard.cells import Pairing, Pieces, pair
+from megarl.reshard.layout import Ints, Layout, num_elements
 from megarl.reshard.moves import Move, Operations, operations_from, operations_to
 from megarl.reshard.placement import Placement
 from megarl.reshard.proof import prove_plan
 from megarl.reshard.proof_moves import prove_moves
-from megarl.reshard.routes import Route, Segment, Traffic, route
+from megarl.reshard.routes import Placed, Route, Segment, Traffic, route
 
 __all__ = ["Move", "Plan", "make_plan", "minimum_elements", "prove_moves"]
 
-PLANNER = b"megarl planner 2"  # raise it when the same layouts would give another plan
+PLANNER = b"megarl planner 3"  # raise it when the same layouts would give another plan
 CHUNK_BYTES = 64 << 20  # of one cell; larger ones are cut, so that they can be shared out
 
 
@@ -48,20 +50,26 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over layouts, placement and routes: processes that agree on it agree on all."""
+        """SHA-256 over all of it: processes that agree on it have the same plan."""
         total = hashlib.sha256(PLANNER)
         total.update(f"{self.source.digest} {self.destination.digest}".encode())
         total.update(f"{self.policy_bytes} {self.chunk_bytes}".encode())
         for side in (self.placement.source, self.placement.destination):
             total.update(repr(sorted(side.items())).encode())
         for pairing in self.pairings:
-            for array in (pairing.parameter, pairing.low, pairing.high, pairing.start):
+            for array in (
+                *_arrays(pairing),
+                *_arrays(pairing.source),
+                *_arrays(pairing.destination),
+            ):
                 total.update(array.tobytes())
         for segment, routes in zip(self.segments, self.routes, strict=True):
-            numbers: dict[int, int] = {}  # many flows share their route
-            index = [numbers.setdefault(id(route), len(numbers)) for route in routes]
-            first = [routes[index.index(i)] for i in range(len(numbers))]
-            total.update(repr((segment.blocks, index, first)).encode())
+            different = {id(route): route for route in routes}  # many flows share theirs
+            numbers = {key: number for number, key in enumerate(different)}
+            index = [numbers[id(route)] for route in routes]
+            total.update(repr((segment, index, list(different.values()))).encode())
+        for field in fields(self.traffic):
+            total.update(repr(sorted(getattr(self.traffic, field.name).items())).encode())
         return total.hexdigest()
 
     @cached_property
@@ -153,7 +161,7 @@ def _pairings(
     pairings: list[Pairing] = []
     blocks: dict[
         tuple[int, tuple[int, ...], tuple[int, ...]],
-        list[tuple[int, tuple[int, ...], tuple[int, ...]]],
+        list[Placed],
     ] = {}
     for number, block in enumerate(destination.table.blocks):
         ours, theirs = given[numbers[block]], taken[number]
@@ -178,7 +186,7 @@ def _pairings(
             tuple(source.sites[site].stage for site in ours),
             tuple(destination.sites[site].stage for site in theirs),
         )
-        blocks.setdefault(stages, []).append((number, ours, theirs))
+        blocks.setdefault(stages, []).append(Placed(number, ours, theirs))
     segments = tuple(
         Segment(
             pairing,
@@ -217,3 +225,9 @@ def _sites_by_block(layout: Layout) -> list[tuple[int, ...]]:
     for number, site in enumerate(layout.sites):
         found[site.block].append(number)
     return [tuple(sites) for sites in found]
+
+
+def _arrays(part: Pairing | Pieces) -> list[Ints]:
+    """All columns of a pairing or of its pieces."""
+    values = [getattr(part, field.name) for field in fields(part)]
+    return [value for value in values if isinstance(value, np.ndarray)]

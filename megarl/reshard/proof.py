@@ -3,19 +3,28 @@
 Owns the proof, which looks at the plan's cells, routes and blocks and at the two layouts, never at
 how the plan was made. What is shown of the cells of one kind of block holds for each such block;
 routes are shown for each group of blocks that share stages; and each site of the destination is in
-one such group. Cost: a few sorts of the cells of each kind of block.
+one such group. Cost: a few sorts of the cells of each kind of block. Writing a rank's part out
+(`moves.py`) is not in it: `proof_moves.py` and `simulate.py` prove what is written out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.errors import LayoutError
-from megarl.reshard.cells import Ints, Pairing, Pieces, padded
-from megarl.reshard.layout import Box, Layout, Shard, ShardedTensor, local_box, num_elements, whole
+from megarl.reshard.cells import Pairing, Pieces, padded, widths
+from megarl.reshard.layout import (
+    Box,
+    Ints,
+    Layout,
+    Shard,
+    ShardedTensor,
+    local_box,
+    whole,
+)
 from megarl.reshard.proof_routes import prove_routes
 from megarl.reshard.tiling import first_defect, inside, shown, untiled
 
@@ -32,7 +41,7 @@ def prove_plan(plan: Plan) -> None:
     everybody who gets it; the cells that are written into each local tensor tile it together with
     its paddings, so nothing is left out, written twice or written into padding; every holder of a
     flow gets it once, over the network at most once per node and only where no rank of the node
-    holds it; and the bytes are those of the destination's layout.
+    holds it; and the bytes of each rank are what cells and routes say.
     """
     prove_layout(plan.source)
     prove_layout(plan.destination)
@@ -48,9 +57,8 @@ def prove_plan(plan: Plan) -> None:
 def prove_layout(layout: Layout) -> None:
     """Raise LayoutError unless pieces and paddings tile each local tensor of each rank exactly."""
     shapes = {
-        parameter.name: parameter.shape
-        for parameters in layout.table.kinds.values()
-        for parameter in parameters
+        kind: {parameter.name: parameter.shape for parameter in parameters}
+        for kind, parameters in layout.table.kinds.items()
     }
     stages: dict[int, tuple[int, ...]] = {}  # for each template the smallest stage that has it
     names: dict[tuple[int, str], list[ShardedTensor]] = {}
@@ -72,9 +80,10 @@ def prove_layout(layout: Layout) -> None:
                 rank = layout.stages[number][twice[0]]
                 raise LayoutError(f"{layout.kind}: rank {rank} has two tensors of the name {name}")
     for number, stage in stages.items():
-        for tensor in layout.templates[number].tensors:
+        template = layout.templates[number]
+        for tensor in template.tensors:
             for shard in tensor.shards:
-                _check_shard(layout, tensor, shard, shapes, stage)
+                _check_shard(layout, tensor, shard, shapes[template.kind], stage)
 
 
 def _check_shard(
@@ -116,8 +125,9 @@ def prove_blocks(plan: Plan) -> None:
     seen: set[int] = set()
     templates: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for segment in plan.segments:
-        for number, ours, theirs in segment.blocks:
-            block = destination.table.blocks[number]
+        for placed in segment.blocks:
+            ours, theirs = placed.source, placed.destination
+            block = destination.table.blocks[placed.block]
             for layout, sites, stages in (
                 (source, ours, segment.source),
                 (destination, theirs, segment.destination),
@@ -164,22 +174,32 @@ class _Cells:
 
     def __init__(self, plan: Plan, pairing: Pairing, segment: Segment) -> None:
         self.plan, self.pairing, self.segment = plan, pairing, segment
-        number, self.ours, self.theirs = segment.blocks[0]
-        self.block = plan.destination.table.blocks[number]
+        first = segment.blocks[0]
+        self.ours, self.theirs = first.source, first.destination
+        self.block = plan.destination.table.blocks[first.block]
 
     def prove(self) -> None:
         """Raise LayoutError where a cell is not held, not wanted, written twice or missing."""
         pairing = self.pairing
-        if pairing.parameters != plan_parameters(self.plan, self.block.kind):
+        if pairing.parameters != self.plan.destination.table.kinds[self.block.kind]:
             raise LayoutError(f"plan: cells of other parameters than those of {self.block.kind}")
         for side, layout, sites, boxes in (
             (pairing.source, self.plan.source, self.ours, pairing.source_box),
             (pairing.destination, self.plan.destination, self.theirs, pairing.destination_box),
         ):
+            self._check_numbers(side, boxes)
             self._check_rows(side, layout, sites)
             self._check_inside(side, layout, sites, boxes)
         self._check_groups()
         self._check_tilings()
+        self._check_bytes()
+
+    def _check_numbers(self, side: Pieces, boxes: Ints) -> None:
+        """Boxes are numbered from 0 on, in the rows and in the cells: they are found by number."""
+        num_boxes = len(np.unique(side.box))
+        known = np.array_equal(np.unique(side.box), np.arange(num_boxes))
+        if not known or (boxes < 0).any() or (boxes >= num_boxes).any():
+            raise LayoutError(f"plan: boxes of {self.block.kind} are not numbered from 0 on")
 
     def _check_rows(self, side: Pieces, layout: Layout, sites: tuple[int, ...]) -> None:
         """Each row is (a part of) a piece of the layout, at its place, with its holders."""
@@ -213,25 +233,26 @@ class _Cells:
         self, side: Pieces, layout: Layout, sites: tuple[int, ...], boxes: Ints
     ) -> None:
         """Each cell is within every row of the box it is said to be of."""
-        for cell, row in _pairs(boxes, side.box):
-            wrong = (
-                (self.pairing.parameter[cell] != side.parameter[row])
-                | (self.pairing.low[cell] < side.low[row]).any(axis=1)
-                | (self.pairing.high[cell] > side.high[row]).any(axis=1)
+        cell, row = _pairs(boxes, side.box)
+        wrong = (
+            (self.pairing.parameter[cell] != side.parameter[row])
+            | (self.pairing.low[cell] < side.low[row]).any(axis=1)
+            | (self.pairing.high[cell] > side.high[row]).any(axis=1)
+        )
+        if wrong.any():
+            i = int(wrong.argmax())
+            tensor = self._tensor(layout, sites, side, int(row[i]))
+            raise LayoutError(
+                f"plan: {self._cell(int(cell[i]))} is not within what {tensor.name} of "
+                f"{layout.kind} holds"
             )
-            if wrong.any():
-                i = int(wrong.argmax())
-                tensor = self._tensor(layout, sites, side, int(row[i]))
-                raise LayoutError(
-                    f"plan: {self._cell(int(cell[i]))} is not within what {tensor.name} of "
-                    f"{layout.kind} holds"
-                )
 
     def _check_groups(self) -> None:
         """Each flow's cells have the holders that the flow is routed by."""
         pairing = self.pairing
-        counts = np.diff(pairing.start)
-        if len(pairing.parameter) != counts.sum() or (counts < 1).any():
+        counts, num_cells = np.diff(pairing.start), len(pairing.parameter)
+        ends = pairing.start[[0, -1]].tolist()
+        if ends != [0, num_cells] or (counts < 1).any():
             raise LayoutError(f"plan: cells of {self.block.kind} are in no flow or in several")
         for side, boxes, flows in (
             (pairing.source, pairing.source_box, pairing.flow_source),
@@ -255,7 +276,7 @@ class _Cells:
         """The cells written into each local tensor, and its paddings, tile it."""
         pairing, side = self.pairing, self.pairing.destination
         dims = side.low.shape[1]
-        cells, rows = next(_pairs(pairing.destination_box, side.box))
+        cells, rows = _pairs(pairing.destination_box, side.box)
         low = pairing.low[cells] - side.low[rows] + side.at[rows]
         high = pairing.high[cells] - side.low[rows] + side.at[rows]
         tensors = side.site[rows] * (1 << 32) + side.tensor[rows]
@@ -286,6 +307,15 @@ class _Cells:
                     self._say_untiled(
                         s, tensor, bad, mine[part[: len(mine)] == bad], cells, low, high
                     )
+
+    def _check_bytes(self) -> None:
+        """The bytes of each flow are those of its cells."""
+        pairing = self.pairing
+        size = (pairing.high - pairing.low).prod(axis=1)
+        size *= widths(pairing.parameters, self.plan.policy_bytes)[pairing.parameter]
+        total = np.add.reduceat(size, pairing.start[:-1]) if len(size) else size
+        if not np.array_equal(total, pairing.flow_bytes):
+            raise LayoutError(f"plan: bytes of flows of {self.block.kind} blocks are counted wrong")
 
     def _say_untiled(
         self,
@@ -332,38 +362,11 @@ class _Cells:
         return f"{self.block.name(parameter.name)} {shown(box)}"
 
 
-def _nested(a: Sequence[int], b: Sequence[int], c: Sequence[int], d: Sequence[int]) -> bool:
-    return all(w <= x < y <= z for w, x, y, z in zip(a, b, c, d, strict=True))
-
-
-def _shifted(at: Sequence[int], low: Sequence[int]) -> list[int]:
-    return [offset - first for offset, first in zip(at, low, strict=True)]
-
-
-def plan_parameters(plan: Plan, kind: str) -> tuple[object, ...]:
-    """The destination's parameters of a kind of block."""
-    return tuple(plan.destination.table.kinds[kind])
-
-
-def _pairs(boxes: Ints, of_row: Ints) -> Iterator[tuple[Ints, Ints]]:
+def _pairs(boxes: Ints, of_row: Ints) -> tuple[Ints, Ints]:
     """(cell, row) for every row of each cell's box, once."""
     order = np.argsort(of_row, kind="stable").astype(np.int64)
     begin = np.searchsorted(of_row[order], boxes, "left")
     count = np.searchsorted(of_row[order], boxes, "right") - begin
     cells = np.repeat(np.arange(len(boxes), dtype=np.int64), count)
     within = np.arange(len(cells)) - np.repeat(np.cumsum(count) - count, count)
-    yield cells, order[np.repeat(begin, count) + within]
-
-
-def written_elements(layout: Layout) -> int:
-    """Elements that the layout's ranks hold of parameters, all copies counted."""
-    held = [
-        sum(
-            num_elements(piece.box) * len(shard.holders)
-            for tensor in template.tensors
-            for shard in tensor.shards
-            for piece in shard.pieces
-        )
-        for template in layout.templates
-    ]
-    return sum(held[site.template] for site in layout.sites)
+    return cells, order[np.repeat(begin, count) + within]

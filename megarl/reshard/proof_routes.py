@@ -5,50 +5,66 @@ Part of `proof.py`: the cells' holders are proved there. Looks at routes, ranks 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from megarl.errors import LayoutError
-from megarl.reshard.routes import Route, group_ranks
+from megarl.reshard.routes import Route, Traffic, group_ranks
 
 if TYPE_CHECKING:
     from megarl.reshard.plan import Plan
 
 
 def prove_routes(plan: Plan) -> None:
-    """Raise LayoutError naming flow and ranks where a route is not exactly-once, and shortest."""
-    network = 0
+    """Raise LayoutError naming ranks where a route is not exactly-once and shortest.
+
+    The bytes that the plan counts for each rank are counted again from the routes.
+    """
+    counted = Traffic()
     for segment, routes in zip(plan.segments, plan.routes, strict=True):
         pairing = plan.pairings[segment.pairing]
         if len(routes) != pairing.num_flows:
-            raise LayoutError(f"plan: {pairing.num_flows - len(routes)} flows have no route")
+            raise LayoutError(f"plan: {len(routes)} routes for {pairing.num_flows} flows")
         senders = [group_ranks(group, segment.source) for group in pairing.source.groups[0]]
         receivers = [
             group_ranks(group, segment.destination) for group in pairing.destination.groups[0]
         ]
         pairs, _, of_flow = pairing.group_pairs
-        proved: set[tuple[int, int]] = set()
-        delivered: set[tuple[int, int]] = set()  # many routes share their deliveries
-        crossing = 0
+        total: dict[tuple[int, int], tuple[Route, int]] = {}  # many flows share their route
         for found, pair, size in zip(routes, of_flow, pairing.flow_bytes.tolist(), strict=True):
-            crossing += size * found.num_network
-            if (id(found), pair) in proved:
-                continue
-            proved.add((id(found), pair))
+            key = (id(found), pair)
+            total[key] = (found, total.get(key, (found, 0))[1] + size)
+        delivered: dict[tuple[int, int], tuple[_Check, int]] = {}  # and many routes deliveries
+        sent: dict[int, Counter[int]] = {}
+        for (_, pair), (found, size) in total.items():
             a, b = pairs[pair]
             check = _Check(plan, found, senders[a], receivers[b], len(segment.blocks))
-            if (id(found.deliveries), b) not in delivered:
-                delivered.add((id(found.deliveries), b))
+            once = (id(found.deliveries), b if found.num_network == len(found.deliveries) else pair)
+            if once not in delivered:
                 check.each_holder_once()
             check.senders_hold()
             check.near_is_near()
-        network += crossing * len(segment.blocks)
-    counted = plan.traffic
-    totals = (sum(counted.network_out.values()), sum(counted.network_in.values()))
-    if totals != (network, network):
-        raise LayoutError(
-            f"plan: {network} bytes cross nodes, but {totals[0]} are counted out and {totals[1]} in"
-        )
+            if id(found) not in sent:
+                sent[id(found)] = Counter(found.senders)
+            for i, times in sent[id(found)].items():
+                _add(counted.network_out, senders[a][i], size * times)
+            delivered[once] = (check, delivered.get(once, (check, 0))[1] + size)
+        for check, size in delivered.values():
+            check.count(counted, size)
+    for field in fields(Traffic):
+        ours, theirs = getattr(plan.traffic, field.name), getattr(counted, field.name)
+        if ours != theirs:
+            ranks = [r for r in ours.keys() | theirs.keys() if ours.get(r, 0) != theirs.get(r, 0)]
+            raise LayoutError(
+                f"plan: {field.name} of ranks {sorted(ranks)[:8]} is counted otherwise than their "
+                f"routes say: {ours.get(min(ranks), 0)} and {theirs.get(min(ranks), 0)} bytes"
+            )
+
+
+def _add(counts: dict[int, int], rank: int, size: int) -> None:
+    if size:
+        counts[rank] = counts.get(rank, 0) + size
 
 
 @dataclass(frozen=True)
@@ -126,7 +142,27 @@ class _Check:
             devices = {source[rank] for rank in self.senders}
             for member, own in zip(delivery.members, delivery.local, strict=True):
                 rank = self.receivers[member]
+                if not -1 <= own < len(self.senders):
+                    raise self.refuse(f"rank {rank} copies from a holder that does not exist")
                 if own >= 0 and source[self.senders[own]] != destination[rank]:
                     raise self.refuse(f"rank {self.senders[own]} is not on the GPU of rank {rank}")
                 if own < 0 and destination[rank] in devices:
                     raise self.refuse(f"rank {rank} pulls what is on its own GPU")
+
+    def count(self, traffic: Traffic, size: int) -> None:
+        """Add up what `size` bytes of each block are for every rank but the network's senders."""
+        for delivery in self.route.deliveries:
+            ranks = [self.receivers[member] for member in delivery.members]
+            if delivery.near:
+                pulls = delivery.local.count(-1)
+                for rank, own in zip(ranks, delivery.local, strict=True):
+                    into = traffic.node_in if own < 0 else traffic.local
+                    _add(into, rank, size * self.blocks)
+                for i, times in Counter(delivery.near).items():
+                    _add(traffic.node_out, self.senders[i], size * times * pulls)
+                continue
+            turns = Counter(delivery.ingress)
+            for member, rank in zip(delivery.members, ranks, strict=True):
+                _add(traffic.network_in, rank, size * turns[member])
+                _add(traffic.fanout_in, rank, size * (self.blocks - turns[member]))
+                _add(traffic.fanout_out, rank, size * turns[member] * (len(ranks) - 1))

@@ -15,7 +15,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from megarl.reshard.cells import Holder, Ints, Pairing
+from megarl.reshard.cells import Holder, Pairing
+from megarl.reshard.layout import Ints
 from megarl.reshard.placement import Device, Placement
 
 Stages = tuple[tuple[int, ...], ...]
@@ -59,18 +60,23 @@ class Route:
         return self.senders[k * self.num_network + j]
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One block where it stands: its number in the destination's table, and its sites' numbers."""
+
+    block: int
+    source: tuple[int, ...]
+    destination: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Segment:
-    """Blocks of one pairing whose sites are in the same stages: they are routed alike.
-
-    `blocks` are (block number in the destination's table, its source sites, its destination
-    sites), in order; sites are numbers in their layouts.
-    """
+    """Blocks of one pairing whose sites are in the same stages: they are routed alike."""
 
     pairing: int
     source: Stages
     destination: Stages
-    blocks: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    blocks: tuple[Placed, ...]
 
 
 @dataclass
@@ -127,12 +133,11 @@ class _Router:
         # Bytes by place: received by network, taken and given in the fan-out behind it.
         self.received, self.fan_in, self.fan_out = np.zeros((3, len(self.place)), np.int64)
         self.readers: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
-        self.made: dict[tuple[int, int, tuple[tuple[int, ...], ...]], tuple[Delivery, ...]] = {}
-        self.ranks: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.made: dict[tuple[int, tuple[tuple[int, ...], ...]], tuple[Delivery, ...]] = {}
+        self.senders: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.receivers: dict[tuple[int, int], tuple[int, ...]] = {}
         self.patterns: list[dict[tuple[int, int], _Pattern]] = [{} for _ in segments]
-        self.found: list[list[Route | None]] = [
-            [None] * pairings[segment.pairing].num_flows for segment in segments
-        ]
+        self.found: list[list[Route | None]] = []
 
     def routes(self) -> tuple[tuple[tuple[Route, ...], ...], Traffic]:
         """The routes, those without a choice first."""
@@ -166,7 +171,7 @@ class _Router:
                 by_pair.append(None)
                 continue
             if id(pattern) not in fixed:
-                deliveries = self._ingress(pattern, 0, blocks)
+                deliveries = self._deliveries(pattern, self._turns(pattern, 0, blocks))
                 senders = (0,) * (blocks * len(deliveries))
                 fixed[id(pattern)] = Route(senders, deliveries, len(deliveries))
             by_pair.append(fixed[id(pattern)])
@@ -174,8 +179,8 @@ class _Router:
             _add(self.traffic.network_out, sender, size * blocks * pattern.num_network)
             total[id(pattern)] = (pattern, total.get(id(pattern), (pattern, 0))[1] + size)
         for pattern, size in total.values():
-            self._ingress(pattern, size, blocks)
-        self.found[number] = [by_pair[pair] for pair in of_flow]
+            self._count(pattern, self._turns(pattern, size, blocks), size, blocks)
+        self.found.append([by_pair[pair] for pair in of_flow])
         rest = [flow for flow, pair in enumerate(of_flow) if by_pair[pair] is None]
         flow_bytes = pairing.flow_bytes
         return [
@@ -185,19 +190,19 @@ class _Router:
 
     def _senders(self, number: int, a: int) -> tuple[int, ...]:
         """The ranks of a segment's source group."""
-        if (number, a) not in self.ranks:
+        if (number, a) not in self.senders:
             segment = self.segments[number]
             group = self.pairings[segment.pairing].source.groups[0][a]
-            self.ranks[number, a] = group_ranks(group, segment.source)
-        return self.ranks[number, a]
+            self.senders[number, a] = group_ranks(group, segment.source)
+        return self.senders[number, a]
 
     def _receivers(self, number: int, b: int) -> tuple[int, ...]:
         """The ranks of a segment's destination group."""
-        if (number, -1 - b) not in self.ranks:
+        if (number, b) not in self.receivers:
             segment = self.segments[number]
             group = self.pairings[segment.pairing].destination.groups[0][b]
-            self.ranks[number, -1 - b] = group_ranks(group, segment.destination)
-        return self.ranks[number, -1 - b]
+            self.receivers[number, b] = group_ranks(group, segment.destination)
+        return self.receivers[number, b]
 
     def _pattern(self, number: int, a: int, b: int) -> _Pattern:
         """The nodes that need a flow from group a to group b, and who of group a is on each."""
@@ -239,7 +244,9 @@ class _Router:
         senders, receivers = self._senders(number, a), self._receivers(number, b)
         size, blocks = int(pairing.flow_bytes[flow]), len(segment.blocks)
         pattern = self._pattern(number, a, b)
-        deliveries = self._ingress(pattern, size, blocks)
+        turns = self._turns(pattern, size, blocks)
+        self._count(pattern, turns, size, blocks)
+        deliveries = self._deliveries(pattern, turns)
         if pattern.num_network < len(deliveries):
             first = pairing.source.first_row[pairing.source_box[pairing.start[flow]]]
             tensor = (number, int(pairing.source.tensor[first]), a)
@@ -248,34 +255,46 @@ class _Router:
                 for d in deliveries
             )
         out = self.traffic.network_out
-        loads = tuple(out.get(rank, 0) for rank in senders)
-        counts = shares(loads, blocks * pattern.num_network, size)
+        loads = [out.get(rank, 0) for rank in senders]
+        least = min(loads)
+        counts = shares(tuple(load - least for load in loads), blocks * pattern.num_network, size)
         for rank, sends in zip(senders, counts, strict=True):
             _add(out, rank, size * sends)
         self.found[number][flow] = Route(interleaved(counts), deliveries, pattern.num_network)
 
-    def _ingress(self, pattern: _Pattern, size: int, blocks: int) -> tuple[Delivery, ...]:
-        """The deliveries, with which member is the ingress of each block: received bytes level out.
+    def _turns(self, pattern: _Pattern, size: int, blocks: int) -> tuple[tuple[int, ...], ...]:
+        """For each delivery, of how many blocks each member is the ingress; () for near ones.
 
-        Counts the bytes. Flows whose members take equal turns share their deliveries.
+        What members have received by network levels out.
         """
         turns: list[tuple[int, ...]] = [()] * len(pattern.deliveries)
         for which, places in pattern.network:
-            width = places.shape[1]
-            if width == 1:
-                taken = np.full(places.shape, blocks, np.int64)
+            if places.shape[1] == 1:
                 found: list[tuple[int, ...]] = [(blocks,)] * len(which)
             else:
                 loads = self.received[places]
                 loads -= loads.min(axis=1, keepdims=True)
                 found = [shares(tuple(row), blocks, size) for row in loads.tolist()]
-                taken = np.array(found, np.int64)
-                np.add.at(self.fan_in, places, size * (blocks - taken))
-                np.add.at(self.fan_out, places, size * (width - 1) * taken)
-            np.add.at(self.received, places, size * taken)
             for i, counts in zip(which, found, strict=True):
                 turns[i] = counts
-        key = (id(pattern), blocks, tuple(turns))
+        return tuple(turns)
+
+    def _count(
+        self, pattern: _Pattern, turns: tuple[tuple[int, ...], ...], size: int, blocks: int
+    ) -> None:
+        """Add up what the members receive by network, and pass on."""
+        for which, places in pattern.network:
+            taken = np.array([turns[i] for i in which], np.int64)
+            np.add.at(self.received, places, size * taken)
+            if places.shape[1] > 1:
+                np.add.at(self.fan_in, places, size * (blocks - taken))
+                np.add.at(self.fan_out, places, size * (places.shape[1] - 1) * taken)
+
+    def _deliveries(
+        self, pattern: _Pattern, turns: tuple[tuple[int, ...], ...]
+    ) -> tuple[Delivery, ...]:
+        """The pattern's deliveries with these turns; flows with the same turns share them."""
+        key = (id(pattern), turns)
         if key not in self.made:
             self.made[key] = tuple(
                 d
@@ -320,13 +339,13 @@ class _Router:
 def shares(loads: tuple[int, ...], units: int, size: int) -> tuple[int, ...]:
     """How many of `units` things of `size` each place takes, so that its load levels out.
 
-    In whole numbers, so that every machine finds the same.
+    In whole numbers, so that every machine finds the same. `loads` may be relative ones.
 
     >>> shares((0, 0, 0), 7, 10), shares((30, 0, 0), 7, 10)
     ((3, 2, 2), (1, 3, 3))
     """
     places = len(loads)
-    if size == 0 or loads.count(loads[0]) == places:
+    if size == 0 or loads.count(loads[0]) == places:  # nothing to level
         return tuple(units // places + (1 if i < units % places else 0) for i in range(places))
     order = sorted(range(places), key=lambda i: (loads[i], i))
     filled, count = 0, 0  # the lowest places, up to a level that none of the others is below

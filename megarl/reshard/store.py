@@ -22,7 +22,7 @@ from megarl.reshard.layout import BlockLayout, Layout, Padding, Piece, Shard, Sh
 from megarl.reshard.placement import Device, Placement
 from megarl.reshard.plan import CHUNK_BYTES, PLANNER, Plan, make_plan
 from megarl.reshard.proof import prove_plan
-from megarl.reshard.routes import Delivery, Route, Segment, Traffic
+from megarl.reshard.routes import Delivery, Placed, Route, Segment, Traffic
 
 KEPT = 16  # plans in memory; a run has one for each kind of server
 
@@ -30,7 +30,7 @@ _CLASSES: Mapping[str, type] = {
     cls.__name__: cls
     for cls in (
         Block, BlockLayout, BlockTable, Delivery, Device, Layout, Padding, Pairing, Parameter,
-        Piece, Pieces, Placement, Plan, Route, Segment, Shard, ShardedTensor, Site, Traffic,
+        Piece, Pieces, Placed, Placement, Plan, Route, Segment, Shard, ShardedTensor, Site, Traffic,
     )
 }  # fmt: skip
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.reshard.cells import Ints
-from megarl.reshard.layout import Box
+from megarl.reshard.layout import Box, Ints
 
 
 def first_defect(

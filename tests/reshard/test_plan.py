@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -170,3 +172,44 @@ def test_layouts_whose_boxes_overlap_in_any_way_are_planned_exactly(data: st.Dat
     in_destination = execute(make_plan(source, destination), in_source, destination)
     assert_equal(execute(make_plan(destination, files), in_destination, files), [whole])
     assert len(held(destination)) == len(destination.ranks)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 14336, 4096), (3, 20, 1024, 1024), (40_000_000,), (5, 7), (1, 1, 100_000_000)],
+    ids=str,
+)
+def test_no_cell_is_larger_than_a_chunk_and_none_is_cut_smaller_than_needed(
+    shape: tuple[int, ...],
+) -> None:
+    whole = full_layout(one_block((Parameter("w", shape, "gate"),)))
+    plan = make_plan(whole, whole, chunk_bytes=1 << 20)
+    sizes = [2 * num_elements(move.box) for move in plan.moves]
+    assert max(sizes) <= 1 << 20
+    total = 2 * math.prod(shape)
+    assert sum(sizes) == total
+    assert len(sizes) <= max(1, 3 * total // (1 << 20))
+
+
+def test_cell_of_single_elements_is_cut_down_to_one_element() -> None:
+    whole = full_layout(one_block((Parameter("w", (2, 3), "gate"),)))
+    assert len(make_plan(whole, whole, chunk_bytes=1).moves) == 6
+
+
+def test_boxes_by_the_thousand_are_compared_without_a_square_of_memory() -> None:
+    parameter = Parameter("w", (6000, 2), "gate")
+    ranks = [
+        RankLayout(
+            rank,
+            (LocalTensor("w", (2, 2)),),
+            (Piece("w", ((2 * rank, 2 * rank + 2), (0, 2)), "w", (0, 0)),),
+        )
+        for rank in range(3000)
+    ]
+    source = explicit_layout("many", one_block((parameter,)), ranks)
+    tracemalloc.start()
+    plan = make_plan(source, full_layout(one_block((parameter,))))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert plan.num_elements() == 12000
+    assert peak < 200e6

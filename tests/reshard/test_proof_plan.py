@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.actor.parameters import Block, BlockTable, Parameter
 from megarl.errors import LayoutError
 from megarl.reshard.cells import Pairing
+from megarl.reshard.explicit import full_layout
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.placement import Placement
@@ -28,7 +30,7 @@ APART = make_plan(SOURCE, DESTINATION, Placement.apart(SOURCE, DESTINATION, 4))
 def number_of(kind: str) -> int:
     """The pairing of a kind of block."""
     for segment in APART.segments:
-        if APART.destination.table.blocks[segment.blocks[0][0]].kind == kind:
+        if APART.destination.table.blocks[segment.blocks[0].block].kind == kind:
             return segment.pairing
     raise AssertionError(kind)
 
@@ -215,8 +217,12 @@ def test_block_left_out_and_block_taken_twice_are_named() -> None:
 def test_block_taken_from_another_layer_is_refused() -> None:
     number = next(i for i, s in enumerate(APART.segments) if len(s.blocks) > 1)
     segment = APART.segments[number]
-    (first, ours, theirs), (second, others, rest) = segment.blocks[:2]
-    swapped = ((first, others, theirs), (second, ours, rest), *segment.blocks[2:])
+    first, second = segment.blocks[:2]
+    swapped = (
+        replace(first, source=second.source),
+        replace(second, source=first.source),
+        *segment.blocks[2:],
+    )
     segments = (
         *APART.segments[:number],
         replace(segment, blocks=swapped),
@@ -227,4 +233,54 @@ def test_block_taken_from_another_layer_is_refused() -> None:
 
 def test_bytes_that_are_counted_wrong_are_refused() -> None:
     traffic = replace(APART.traffic, network_in={**APART.traffic.network_in, 0: 1})
-    refused(replace(APART, traffic=traffic), "bytes cross nodes")
+    refused(replace(APART, traffic=traffic), "network_in of ranks [0]", "their routes say")
+
+
+def test_bytes_moved_from_one_sender_to_another_are_refused() -> None:
+    total = sum(APART.traffic.network_out.values())
+    refused(replace(APART, traffic=replace(APART.traffic, network_out={0: total})), "network_out")
+
+
+def test_flow_bytes_that_are_not_those_of_the_cells_are_refused() -> None:
+    pairing = APART.pairings[number_of("dense")]
+    refused(with_pairing("dense", flow_bytes=pairing.flow_bytes * 2), "counted wrong")
+
+
+def test_flows_that_begin_a_cell_later_are_refused() -> None:
+    pairing = APART.pairings[number_of("dense")]
+    refused(with_pairing("dense", start=pairing.start + 1), "in no flow or in several")
+
+
+def test_boxes_that_are_numbered_otherwise_are_refused() -> None:
+    pairing = APART.pairings[number_of("dense")]
+    last = pairing.source.box.max()
+    rows, cells = pairing.source.box.copy(), pairing.source_box.copy()
+    rows[rows == last] = -1
+    cells[cells == last] = -1
+    refused(
+        with_pairing("dense", source=replace(pairing.source, box=rows), source_box=cells),
+        "not numbered from 0",
+    )
+
+
+def test_copy_from_a_gpu_whose_holder_does_not_exist_is_refused() -> None:
+    plan = make_plan(SOURCE, DESTINATION, Placement.together(SOURCE, DESTINATION))
+    number = next(i for i, s in enumerate(plan.segments) if s.pairing == number_of("dense"))
+    routes = list(plan.routes[number])
+    flow = next(i for i, r in enumerate(routes) if r.deliveries[0].near)
+    first = routes[flow].deliveries[0]
+    bent = replace(first, local=(99,) * len(first.local))
+    routes[flow] = replace(routes[flow], deliveries=(bent, *routes[flow].deliveries[1:]))
+    spoilt = (*plan.routes[:number], tuple(routes), *plan.routes[number + 1 :])
+    refused(replace(plan, routes=spoilt), "does not exist")
+
+
+def test_parameters_of_one_name_in_two_kinds_of_blocks_keep_their_own_shapes() -> None:
+    blocks = (Block("a", 0), Block("b", 1))
+    for a, b in ((8, 4), (4, 8)):
+        kinds = {
+            "a": (Parameter("layers.{layer}.w", (a, 2), "w"),),
+            "b": (Parameter("layers.{layer}.w", (b, 2), "w"),),
+        }
+        layout = full_layout(BlockTable(blocks, kinds))
+        prove_plan(make_plan(layout, layout))
