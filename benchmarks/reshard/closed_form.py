@@ -1,4 +1,4 @@
-"""The minimum by formula, where one is easy: a second opinion on minimum.py.
+"""The minimum by formula, where one is easy: a second opinion on megarl.reshard.minimum.
 
 For servers without pipeline stages and attention data-parallelism, on nodes of their own that they
 fill or that they share evenly. It reads the model's table and the mesh, and no layout.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from benchmarks.reshard.minimum import element_bytes
-from megarl.actor.parameters import SCALE_SUFFIX, Parameter, block_table
+from megarl.actor.parameters import SCALE_SUFFIX, Parameter, block_table, element_bytes
 from megarl.actor.shape import ModelShape
 from megarl.reshard.mesh import ServerMesh
 
@@ -43,18 +42,16 @@ def formula_minimum(
     table = block_table(shape, fp8_block)
     for block in table.blocks:
         for parameter in table.kinds[block.kind]:
-            share = _share_of_node(parameter, shape, mesh, per_node)
+            share = _share_of_node(parameter, shape.num_kv_heads, per_node)
             total += nodes * share * parameter.num_elements * element_bytes(parameter, 2)
     return int(total)
 
 
-def _share_of_node(
-    parameter: Parameter, shape: ModelShape, mesh: ServerMesh, per_node: Fraction
-) -> Fraction:
+def _share_of_node(parameter: Parameter, num_kv_heads: int, per_node: Fraction) -> Fraction:
     """The part of a parameter that the ranks of one node hold between them."""
     kind = parameter.kind.removesuffix(SCALE_SUFFIX)
     if kind in EVERYWHERE:
         return Fraction(1)
     if kind in KEYS_VALUES:
-        return min(Fraction(1), max(per_node, Fraction(1, shape.num_kv_heads)))
+        return min(Fraction(1), max(per_node, Fraction(1, num_kv_heads)))
     return min(Fraction(1), per_node)

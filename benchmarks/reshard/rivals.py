@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.reshard.minimum import Need, Nodes, element_bytes
+from benchmarks.reshard.minimum import Need
+from megarl.actor.parameters import element_bytes
 from megarl.reshard.layout import Layout, num_elements
+from megarl.reshard.minimum import Nodes
 
 NIC_BYTES_PER_S = 50e9  # one 400 Gbit/s NIC; only the floors in seconds depend on it
 NICS_PER_NODE = 8

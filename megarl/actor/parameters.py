@@ -20,6 +20,8 @@ Precision = Literal["policy", "float32", "float8"]
 
 STACKED = "*"  # stands in a parameter's name where each expert's tensor has its number
 SCALE_SUFFIX = "_scale_inv"  # a block-quantized tensor's scales, in checkpoints and in SGLang
+HEAD_NAME = "lm_head.weight"  # in checkpoints of all families; a tied one is the embedding again
+FIXED_BYTES: Mapping[Precision, int] = {"float32": 4, "float8": 1}  # whatever the policy's are
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,17 @@ class Parameter:
         if not self.stacked:
             return (self.name,)
         return tuple(self.name.replace(STACKED, str(i)) for i in range(self.shape[0]))
+
+
+def element_bytes(parameter: Parameter, policy_bytes: int) -> int:
+    """Bytes of one element, where one in the policy's precision has `policy_bytes`.
+
+    >>> element_bytes(Parameter("norm", (8,), "norm"), 2)
+    2
+    >>> element_bytes(Parameter("bias", (8,), "router_bias", precision="float32"), 2)
+    4
+    """
+    return FIXED_BYTES.get(parameter.precision, policy_bytes)
 
 
 @dataclass(frozen=True, slots=True)

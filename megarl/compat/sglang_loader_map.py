@@ -24,14 +24,8 @@ import numpy as np
 from safetensors import safe_open
 
 from megarl.compat import sglang_ranks
-from megarl.reshard.recorded import (
-    PADDING,
-    UNWRITTEN,
-    Numbering,
-    Numbers,
-    recorded_rank,
-    to_json,
-)
+from megarl.reshard.numbering import PADDING, UNWRITTEN, Numbering, Numbers
+from megarl.reshard.recorded import recorded_rank, to_json
 
 MANTISSA_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7, "float8_e4m3fn": 3}
 """Of each type: whole numbers up to 2 ** (bits + 1) are exact in it."""

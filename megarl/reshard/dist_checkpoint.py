@@ -6,6 +6,9 @@ that are alike share one tensor with a leading dim of layers; others have their 
 The experts of a layer share one tensor with a leading dim of experts, whatever form they have in
 memory. Knows nothing of torch: chunks come as plain values.
 
+It is for the conversion of checkpoints: planned to the layout of files or of another mesh, one is
+converted by the same executor that loads weights. No command of megarl converts one yet.
+
 Source: checkpoints saved by megatron-core 0.19.2 (transformer/transformer_block.py, mlp.py,
 moe/experts.py, multi_token_prediction.py). Layers for multi-token prediction, and experts saved as
 tensors of their own, are by these files' rules; the tests read real checkpoints of the rest.

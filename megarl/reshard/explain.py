@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megarl.actor.parameters import BlockTable
-from megarl.reshard.cells import BYTES
+from megarl.actor.parameters import SCALE_SUFFIX, BlockTable, element_bytes
 from megarl.reshard.fabric import Fabric, Prediction, predict
 from megarl.reshard.minimum import minimum_network_bytes
 from megarl.reshard.notation import short
@@ -154,8 +153,8 @@ def _sizes(table: BlockTable, policy_bytes: int) -> tuple[int, int]:
         times = sum(block.kind == kind for block in table.blocks)
         for parameter in parameters:
             elements = parameter.num_elements * times
-            count += 0 if parameter.kind.endswith("_scale_inv") else elements
-            size += elements * BYTES.get(parameter.precision, policy_bytes)
+            count += 0 if parameter.kind.endswith(SCALE_SUFFIX) else elements
+            size += elements * element_bytes(parameter, policy_bytes)
     return count, size
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.actor.parameters import SCALE_SUFFIX, BlockTable, Parameter
+from megarl.actor.parameters import HEAD_NAME, SCALE_SUFFIX, BlockTable, Parameter
 from megarl.errors import ModelError
 from megarl.reshard.explicit import explicit_layout
 from megarl.reshard.layout import Layout, LocalTensor, Piece, RankLayout, whole
@@ -235,7 +235,7 @@ def _copies(table: BlockTable) -> dict[str, Parameter]:
     }
     copies = {}
     if "head" not in ends and "embedding" in ends:
-        copies["lm_head.weight"] = ends["embedding"]  # a tied head is the embedding's second name
+        copies[HEAD_NAME] = ends["embedding"]  # a tied head is the embedding's second name
     if "embedding" in ends:  # they repeat it or the head, whose shapes are equal
         copies |= dict.fromkeys(table.duplicates, ends["embedding"])
     return copies

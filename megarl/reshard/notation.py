@@ -177,7 +177,7 @@ def short(name: str) -> str:
     parts = _LAYER.sub("", name).split(".")
     if parts[-1] == "weight":
         parts.pop()
-    keep = 2 if parts[-1] in ("bias", "weight_scale_inv", "e_score_correction_bias") else 1
+    keep = 2 if parts[-1] in ("bias", f"weight{SCALE_SUFFIX}", "e_score_correction_bias") else 1
     if STACKED in parts:
         keep = len(parts) - parts.index(STACKED) + 1
     elif "shared_experts" in parts:

@@ -8,6 +8,9 @@ with its scales; any other travels in the policy's precision and is quantized by
 
 A local tensor is one buffer of one precision, so that weights that share one, on either side, share
 their decision.
+
+`with_fp8` is for weight sync and its page; `quantized_source` is for the conversion of checkpoints,
+whose destination is whatever the source can hold as float8. No command of megarl converts one yet.
 """
 
 from __future__ import annotations
@@ -18,16 +21,10 @@ from typing import Literal
 
 from megarl.actor.parameters import SCALE_SUFFIX, BlockTable, Parameter
 from megarl.errors import LayoutError
-from megarl.reshard.blocks import (
-    Blocks,
-    broken,
-    by_tensor,
-    joined,
-    scale_box,
-    scale_stacks,
-    scale_tensor,
-)
+from megarl.reshard.blocks import ScaleBlock, broken, by_tensor, joined, scale_box
 from megarl.reshard.layout import BlockLayout, Box, Layout, ShardedTensor, num_elements, overlap
+from megarl.reshard.scales import scale_stacks, staged_scales
+from megarl.reshard.tiling import shown
 
 When = Literal["before", "after"]
 Decisions = Mapping[tuple[str, str], When]
@@ -49,7 +46,7 @@ class Precisions:
     decisions: Decisions
 
 
-def with_fp8(source: Layout, destination: Layout, block: Blocks) -> Precisions:
+def with_fp8(source: Layout, destination: Layout, block: ScaleBlock) -> Precisions:
     """The layouts to plan between, where `destination` holds float8 weights and `source` does not.
 
     Raises LayoutError where neither side holds a weight's whole blocks, and where the destination's
@@ -68,7 +65,7 @@ def with_fp8(source: Layout, destination: Layout, block: Blocks) -> Precisions:
 
 
 def quantized_source(
-    layout: Layout, table_fp8: BlockTable, block: Blocks
+    layout: Layout, table_fp8: BlockTable, block: ScaleBlock
 ) -> tuple[Layout, Decisions]:
     """The layout with float8 weights and scales as `table_fp8` has them, where it can hold them.
 
@@ -84,7 +81,7 @@ _Key = tuple[str, str]  # kind of block, the weight's name in it
 _Wanted = Mapping[_Key, tuple[Parameter, Parameter]]  # the float8 weight and its scales
 
 
-def _float8(source: BlockTable, destination: BlockTable, block: Blocks) -> _Wanted:
+def _float8(source: BlockTable, destination: BlockTable, block: ScaleBlock) -> _Wanted:
     """The weights that the destination holds as float8 and the source does not, with scales."""
     wanted = {}
     for kind, parameters in destination.kinds.items():
@@ -121,7 +118,7 @@ def _keys(kind: str, tensor: ShardedTensor) -> set[_Key]:
     return {(kind, name.removesuffix(SCALE_SUFFIX)) for name in names}
 
 
-def _able(layout: Layout, wanted: _Wanted, block: Blocks) -> set[_Key]:
+def _able(layout: Layout, wanted: _Wanted, block: ScaleBlock) -> set[_Key]:
     """The weights that every shard of this layout holds in whole blocks and can lay out scales of.
 
     A weight that the layout does not hold at all is none of them.
@@ -161,7 +158,7 @@ def _settled(able: set[_Key], groups: Sequence[set[_Key]]) -> set[_Key]:
     return before
 
 
-def _with_scales(layout: Layout, wanted: _Wanted, before: set[_Key], block: Blocks) -> Layout:
+def _with_scales(layout: Layout, wanted: _Wanted, before: set[_Key], block: ScaleBlock) -> Layout:
     """The layout with the weights `before` as float8, and their scales beside them."""
     kinds = {}
     for kind, parameters in layout.table.kinds.items():
@@ -176,7 +173,7 @@ def _with_scales(layout: Layout, wanted: _Wanted, before: set[_Key], block: Bloc
         for tensor in template.tensors:
             tensors.append(tensor)
             if not before.isdisjoint(_keys(template.kind, tensor)):
-                tensors.append(scale_tensor(tensor, block))
+                tensors.append(staged_scales(tensor, block))
         templates.append(BlockLayout(template.kind, tuple(tensors)))
     return _changed(layout, "quantized before the wire", kinds, templates)
 
@@ -219,7 +216,7 @@ def _changed(
 
 
 def _check_receiver(
-    source: Layout, destination: Layout, wanted: _Wanted, after: Collection[_Key], block: Blocks
+    source: Layout, destination: Layout, wanted: _Wanted, after: Collection[_Key], block: ScaleBlock
 ) -> None:
     """Raise LayoutError unless the destination can quantize the weights `after` by itself."""
     for template in destination.templates:
@@ -262,7 +259,7 @@ def _check_derived(
                 if sum(num_elements(p) for p in parts if p) < num_elements(piece.box):
                     raise LayoutError(
                         f"{destination.kind}: position {position} of a stage holds scales "
-                        f"{_shown(piece.box)} of {piece.tensor} in {tensor.name} without all "
+                        f"{shown(piece.box)} of {piece.tensor} in {tensor.name} without all "
                         "blocks that they are of, so it cannot compute them; use a layout whose "
                         "shards of weight and scales belong together"
                     )
@@ -274,16 +271,12 @@ def _nobody(
     tensor: ShardedTensor,
     weight: Parameter,
     box: Box,
-    block: Blocks,
+    block: ScaleBlock,
 ) -> LayoutError:
     """The error for a weight that neither side can quantize: with the box that breaks a block."""
     return LayoutError(
         f"{weight.name} of shape {list(weight.shape)} is quantized in blocks of {list(block)}. "
-        f"{destination.kind} holds {_shown(box)} of it in {tensor.name}, and {source.kind} does "
+        f"{destination.kind} holds {shown(box)} of it in {tensor.name}, and {source.kind} does "
         "not hold whole blocks of it and of what shares its tensors either; on one side, use a "
         f"tp that cuts it at multiples of {list(block)}"
     )
-
-
-def _shown(box: Box) -> str:
-    return "[" + ", ".join(f"{start}:{end}" for start, end in box) + "]"

@@ -1,17 +1,15 @@
 """Layouts read off an engine's own loader: from where each element came to pieces.
 
-Owns the numbering of elements, and the way from arrays of numbers to boxes. The loader is run
-elsewhere (megarl.compat.sglang_loader_map) with checkpoint tensors that hold their elements'
-numbers; what it leaves on a rank says where each element came from. This serves models that have no
-family table, and checks the tables of those that have.
+Owns the way from arrays of numbers to boxes. The loader is run elsewhere
+(megarl.compat.sglang_loader_map) with checkpoint tensors that hold their elements' numbers
+(`numbering.py`); what it leaves on a rank says where each element came from. This serves models
+that have no family table, and checks the tables of those that have.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,54 +17,12 @@ import numpy as np
 
 from megarl.actor.parameters import Parameter
 from megarl.errors import LayoutError
+from megarl.reshard.execute import slices
 from megarl.reshard.explicit import explicit_layout, one_block
 from megarl.reshard.layout import Box, Layout, LocalTensor, Padding, Piece, RankLayout
-
-PADDING = 0
-"""The number of an element that the loader set to zero."""
-
-UNWRITTEN = -1
-"""The number of an element that the loader left as it was."""
+from megarl.reshard.numbering import PADDING, UNWRITTEN, Numbering, Numbers
 
 MAX_PIECES = 4096  # of one local tensor; a transposed one would have a piece for each element
-
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class Numbering:
-    """A number for every element of every checkpoint tensor: from 1 on, row by row.
-
-    >>> numbering = Numbering({"a": (2, 3), "b": (4,)})
-    >>> numbering.first("b"), numbering.find(8), numbering.last
-    (7, ('b', (1,)), 10)
-    """
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.shapes = dict(shapes)
-        sizes = (math.prod(shape) for shape in self.shapes.values())
-        *self._firsts, end = itertools.accumulate(sizes, initial=1)
-        self._names = list(self.shapes)
-        self.last = end - 1
-
-    def first(self, name: str) -> int:
-        """The number of a tensor's first element."""
-        return self._firsts[self._names.index(name)]
-
-    def find(self, number: int) -> tuple[str, tuple[int, ...]]:
-        """The tensor that has the number, and the element's place in it."""
-        if not 1 <= number <= self.last:
-            raise LayoutError(
-                f"{number} is the number of no element: they go from 1 to {self.last}. The loader "
-                "computes with what it loads, so that it cannot be recorded"
-            )
-        which = bisect_right(self._firsts, number) - 1
-        name = self._names[which]
-        index = np.unravel_index(number - self._firsts[which], self.shapes[name] or (1,))
-        return name, tuple(int(i) for i in index)[: len(self.shapes[name])]
-
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The tensors as parameters of a policy without a table."""
-        return tuple(Parameter(name, shape, name) for name, shape in self.shapes.items())
 
 
 def recorded_rank(rank: int, held: Mapping[str, Numbers], numbering: Numbering) -> RankLayout:
@@ -121,7 +77,7 @@ def boxes(
         else:
             piece, sizes = _piece(local, numbers, free, at, numbering)
             pieces.append(piece)
-        free[_slices(_span(at, sizes))] = False
+        free[slices(_span(at, sizes))] = False
     return tuple(pieces), tuple(paddings)
 
 
@@ -133,7 +89,14 @@ def _piece(
     numbering: Numbering,
 ) -> tuple[Piece, tuple[int, ...]]:
     """The largest piece from `at` on, and its size along the local dims."""
-    name, index = numbering.find(int(numbers[at]))
+    found = numbering.find(int(numbers[at]))
+    if found is None:
+        raise LayoutError(
+            f"{local}: {numbers[at]} is the number of no element: they go from 1 to "
+            f"{numbering.last}. The loader computes with what it loads, so that it cannot be "
+            "recorded"
+        )
+    name, index = found
     shape = numbering.shapes[name]
     shared = min(len(at), len(shape))
     lacking, added = len(shape) - shared, len(at) - shared
@@ -156,7 +119,7 @@ def _grow(
     for dim in reversed(range(len(at))):
         most = min(limits[dim], numbers.shape[dim] - at[dim])
         sizes[dim] = most
-        place = _slices(_span(at, tuple(sizes)))
+        place = slices(_span(at, tuple(sizes)))
         slab = np.moveaxis(numbers[place], dim, 0)
         steps = np.arange(most, dtype=np.int64).reshape(-1, *(1,) * (slab.ndim - 1))
         goes_on = (slab == slab[:1] + steps * strides[dim]) & np.moveaxis(free[place], dim, 0)
@@ -167,10 +130,6 @@ def _grow(
 
 def _span(at: Sequence[int], sizes: Sequence[int]) -> Box:
     return tuple((start, start + size) for start, size in zip(at, sizes, strict=True))
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, end) for start, end in box)
 
 
 def to_json(kind: str, numbering: Numbering, ranks: Sequence[RankLayout]) -> str:
@@ -195,7 +154,6 @@ def to_json(kind: str, numbering: Numbering, ranks: Sequence[RankLayout]) -> str
 def from_json(text: str) -> Layout:
     """The layout in a text of `to_json`; its parameters are one block."""
     found = json.loads(text)
-    numbering = Numbering({name: tuple(shape) for name, shape in found["shapes"].items()})
     ranks = [
         RankLayout(
             rank["rank"],
@@ -205,7 +163,8 @@ def from_json(text: str) -> Layout:
         )
         for rank in found["ranks"]
     ]
-    return explicit_layout(found["kind"], one_block(numbering.parameters()), ranks)
+    parameters = tuple(Parameter(name, tuple(s), name) for name, s in found["shapes"].items())
+    return explicit_layout(found["kind"], one_block(parameters), ranks)
 
 
 def _box(found: Sequence[Sequence[int]]) -> Box:

@@ -18,7 +18,7 @@ from megarl.actor.families.family import Axis, Held, Kind
 from megarl.actor.parameters import BlockTable, Parameter, block_table
 from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
-from megarl.reshard.blocks import Blocks
+from megarl.reshard.blocks import ScaleBlock
 from megarl.reshard.layout import (
     BlockLayout,
     Layout,
@@ -30,7 +30,7 @@ from megarl.reshard.layout import (
 )
 from megarl.reshard.mesh import ServerMesh
 from megarl.reshard.rules import Heads, columns, cut_experts, cut_tensor, rows
-from megarl.reshard.scales import scales_of
+from megarl.reshard.scales import engine_scales
 from megarl.reshard.sglang_limits import check_served, cpu_stretch
 
 VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE, sglang vocab_parallel_embedding.py
@@ -38,7 +38,9 @@ VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE, sglang vocab_parallel_embeddin
 NUM_DRAFT_LAYERS = 1  # "Only 1 nextn layer is supported", deepseek_weight_loader.py, glm4_moe.py
 
 
-def sglang_layout(shape: ModelShape, mesh: ServerMesh, fp8_block: Blocks | None = None) -> Layout:
+def sglang_layout(
+    shape: ModelShape, mesh: ServerMesh, fp8_block: ScaleBlock | None = None
+) -> Layout:
     """All ranks of all servers; with `fp8_block` quantized tensors are float8 with scales.
 
     Layers of multi-token prediction are not in it: they are the draft model's. Raises LayoutError
@@ -73,7 +75,7 @@ def sglang_layout(shape: ModelShape, mesh: ServerMesh, fp8_block: Blocks | None 
 
 
 def sglang_draft_layout(
-    shape: ModelShape, mesh: ServerMesh, fp8_block: Blocks | None = None
+    shape: ModelShape, mesh: ServerMesh, fp8_block: ScaleBlock | None = None
 ) -> Layout:
     """The draft model that decodes ahead of the server: the layer of multi-token prediction.
 
@@ -150,7 +152,7 @@ class _Server:
 
     shape: ModelShape
     mesh: ServerMesh
-    fp8_block: Blocks | None
+    fp8_block: ScaleBlock | None
 
     def tensors(
         self, kind: str, parameters: Sequence[Parameter], table: tuple[Held, ...] | None = None
@@ -171,7 +173,7 @@ class _Server:
             for tensor in tensors:
                 made.append(tensor)
                 if self.fp8_block is not None and all(p.quantized for p in mine):
-                    made.append(scales_of(tensor, by_name, self.fp8_block))
+                    made.append(engine_scales(tensor, by_name, self.fp8_block))
         return tuple(made)
 
     def _in_experts(self, held: Held) -> bool:

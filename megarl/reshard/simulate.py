@@ -1,7 +1,8 @@
 """Run a plan on one CPU with a number for every element, and show that each came to its place.
 
-Owns the elements' numbers, and what a layout holds in terms of them. Works from moves and pieces
-alone: it knows nothing of how a plan is made, and shares nothing with the proof.
+Owns what a layout holds in terms of the elements' numbers. Works from moves and pieces alone: it
+knows nothing of how a plan is made, and shares nothing with the proof but the way a box is written.
+No run needs it: it is the second opinion that plans of small models are tested by.
 """
 
 from __future__ import annotations
@@ -16,55 +17,16 @@ import numpy.typing as npt
 from megarl.actor.parameters import BlockTable
 from megarl.errors import LayoutError
 from megarl.reshard.execute import slices
-from megarl.reshard.layout import Box, Layout, local_box, num_elements
+from megarl.reshard.layout import Layout, local_box, num_elements
+from megarl.reshard.numbering import PADDING, UNWRITTEN, Numbering, Numbers
 from megarl.reshard.plan import Move, Plan
+from megarl.reshard.tiling import shown
 
-Ids = npt.NDArray[np.int64]
-Arrays = Mapping[int, Mapping[str, Ids]]
+Arrays = Mapping[int, Mapping[str, Numbers]]
 """Rank -> local name -> the number of the element in each place."""
 
-PADDING = -1  # in a source's padding: no element has it, so padding that is sent shows
-POISON = -2  # in a destination before anything was written
+GIVEN_PADDING = -2  # in a source's padding, instead of PADDING: so padding that is sent shows
 LIMIT_BYTES = 4 * 2**30  # of memory; above it a plan is refused instead of swapping
-
-
-class Numbers:
-    """A number from 1 up for every element of a table's parameters, in their order.
-
-    An element's number is its parameter's first number plus its flat index.
-    """
-
-    def __init__(self, table: BlockTable) -> None:
-        self.shapes = {parameter.name: parameter.shape for parameter in table.parameters}
-        self.first: dict[str, int] = {}
-        self.end = 1
-        for name, shape in self.shapes.items():
-            self.first[name] = self.end
-            self.end += math.prod(shape)
-
-    def of(self, tensor: str, box: Box) -> Ids:
-        """The numbers of the elements in `box` of a parameter, in the box's shape."""
-        total = np.array(self.first[tensor], np.int64)
-        stride = math.prod(self.shapes[tensor])
-        for (start, end), size in zip(box, self.shapes[tensor], strict=True):
-            stride //= size
-            total = np.add.outer(total, np.arange(start, end, dtype=np.int64) * stride)
-        return total
-
-    def shown(self, number: int) -> str:
-        """Which element has this number.
-
-        >>> from megarl.actor.parameters import Parameter
-        >>> from megarl.reshard.explicit import one_block
-        >>> table = one_block((Parameter("a", (2, 3), "gate"), Parameter("b", (4,), "up")))
-        >>> Numbers(table).shown(5), Numbers(table).shown(9)
-        ('a[1, 1]', 'b[2]')
-        """
-        if not 1 <= number < self.end:
-            return {PADDING: "padding", POISON: "nothing", 0: "zero"}.get(number, "no element")
-        name = max((n for n, first in self.first.items() if first <= number), key=self.first.get)  # type: ignore[arg-type]
-        index = np.unravel_index(number - self.first[name], self.shapes[name])
-        return f"{name}[{', '.join(str(int(i)) for i in index)}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +44,29 @@ class Report:
     num_moves: Mapping[str, int]
 
 
+def numbering_of(table: BlockTable) -> Numbering:
+    """The numbers of a table's parameters, in their order."""
+    return Numbering({parameter.name: parameter.shape for parameter in table.parameters})
+
+
 def number(
-    layout: Layout, numbers: Numbers | None = None, limit_bytes: int = LIMIT_BYTES
+    layout: Layout, numbering: Numbering | None = None, limit_bytes: int = LIMIT_BYTES
 ) -> Arrays:
-    """Every rank's local tensors, full of the numbers of the elements that they hold; paddings -1.
+    """Every rank's local tensors, full of the numbers of the elements that they hold; paddings -2.
 
     Ranks that are replicas share their arrays, which cannot be written to. Raises LayoutError where
     the arrays would not fit in `limit_bytes`.
     """
     _check_memory(layout.kind, 8 * _count(layout)[0], limit_bytes)
-    return _filled(layout, numbers or Numbers(layout.table), PADDING)
+    return _filled(layout, numbering or numbering_of(layout.table), GIVEN_PADDING)
 
 
 def expected(
-    layout: Layout, numbers: Numbers | None = None, limit_bytes: int = LIMIT_BYTES
+    layout: Layout, numbering: Numbering | None = None, limit_bytes: int = LIMIT_BYTES
 ) -> Arrays:
     """What the ranks of a destination must hold in the end; paddings 0. Else as `number`."""
     _check_memory(layout.kind, 8 * _count(layout)[0], limit_bytes)
-    return _filled(layout, numbers or Numbers(layout.table), 0)
+    return _filled(layout, numbering or numbering_of(layout.table), PADDING)
 
 
 def simulate(plan: Plan, limit_bytes: int = LIMIT_BYTES) -> Arrays:
@@ -108,7 +75,7 @@ def simulate(plan: Plan, limit_bytes: int = LIMIT_BYTES) -> Arrays:
     Raises LayoutError where the arrays would not fit in `limit_bytes`.
     """
     _check_memory(_shown(plan), needed_bytes(plan), limit_bytes)
-    return _run(plan, _filled(plan.source, Numbers(plan.source.table), PADDING))[0]
+    return _run(plan, _filled(plan.source, numbering_of(plan.source.table), GIVEN_PADDING))[0]
 
 
 def check(plan: Plan, limit_bytes: int = LIMIT_BYTES) -> Report:
@@ -117,16 +84,16 @@ def check(plan: Plan, limit_bytes: int = LIMIT_BYTES) -> Report:
     The error names the first tensor that is wrong, where in it, and the ranks that wrote there.
     """
     _check_memory(_shown(plan), needed_bytes(plan), limit_bytes)
-    numbers = Numbers(plan.source.table)
-    found, writes = _run(plan, _filled(plan.source, numbers, PADDING))
+    numbering = numbering_of(plan.source.table)
+    found, writes = _run(plan, _filled(plan.source, numbering, GIVEN_PADDING))
     num_tensors = num_written = num_padding = 0
-    for rank, tensors in _filled(plan.destination, numbers, 0).items():
+    for rank, tensors in _filled(plan.destination, numbering, PADDING).items():
         for name, wanted in tensors.items():
             wrong = (found[rank][name] != wanted) | (writes[rank][name] != 1)
             if wrong.any():
-                raise _error(plan, numbers, rank, name, wrong, found[rank][name], wanted, writes)
+                raise _error(plan, numbering, rank, name, wrong, found[rank][name], wanted, writes)
             num_tensors += 1
-            num_padding += int(np.count_nonzero(wanted == 0))
+            num_padding += int(np.count_nonzero(wanted == PADDING))
             num_written += wanted.size
     links: dict[str, int] = {}
     for move in plan.moves:
@@ -166,18 +133,18 @@ def _count(layout: Layout) -> tuple[int, int]:
     return sum(distinct for distinct, _ in used), sum(held for _, held in used)
 
 
-def _filled(layout: Layout, numbers: Numbers, padding: int) -> dict[int, dict[str, Ids]]:
+def _filled(layout: Layout, numbering: Numbering, padding: int) -> dict[int, dict[str, Numbers]]:
     """Each shard's array is made once, for all of its holders."""
-    arrays: dict[int, dict[str, Ids]] = {rank: {} for rank in layout.rank_ids}
+    arrays: dict[int, dict[str, Numbers]] = {rank: {} for rank in layout.rank_ids}
     for site in layout.sites:
         block, stage = layout.table.blocks[site.block], layout.stages[site.stage]
         for tensor in layout.templates[site.template].tensors:
             name = site.name(tensor.name)
             for shard in tensor.shards:
-                array = np.full(tensor.shape, POISON, np.int64)
+                array = np.full(tensor.shape, UNWRITTEN, np.int64)
                 for piece in shard.pieces:
                     place = array[slices(local_box(piece.box, piece.at))]
-                    ids = numbers.of(block.name(piece.tensor), piece.box)
+                    ids = numbering.of(block.name(piece.tensor), piece.box)
                     place[...] = ids.reshape(place.shape)
                 for empty in shard.paddings:
                     array[slices(empty.box)] = padding
@@ -194,7 +161,7 @@ def _run(plan: Plan, sources: Arrays) -> tuple[Arrays, Arrays]:
         for rank in plan.destination.ranks
     }
     found = {
-        rank: {name: np.full(shape, POISON, np.int64) for name, shape in mine.items()}
+        rank: {name: np.full(shape, UNWRITTEN, np.int64) for name, shape in mine.items()}
         for rank, mine in shapes.items()
     }
     writes = {
@@ -216,33 +183,44 @@ def _run(plan: Plan, sources: Arrays) -> tuple[Arrays, Arrays]:
             writes[move.dst][move.dst_local][place] += 1
     for rank in plan.destination.ranks:
         for padding in rank.paddings:
-            found[rank.rank][padding.local][slices(padding.box)] = 0
+            found[rank.rank][padding.local][slices(padding.box)] = PADDING
             writes[rank.rank][padding.local][slices(padding.box)] += 1
     return found, writes  # type: ignore[return-value]
 
 
 def _error(
     plan: Plan,
-    numbers: Numbers,
+    numbering: Numbering,
     rank: int,
     name: str,
     wrong: npt.NDArray[np.bool_],
-    found: Ids,
-    wanted: Ids,
+    found: Numbers,
+    wanted: Numbers,
     writes: Arrays,
 ) -> LayoutError:
     """What is wrong in one local tensor: the interval around it, and its first element."""
     places = np.argwhere(wrong)
     low, high = places.min(axis=0), places.max(axis=0) + 1
-    interval = ", ".join(f"{start}:{end}" for start, end in zip(low, high, strict=True))
+    interval = shown(tuple(zip(low.tolist(), high.tolist(), strict=True)))
     first = tuple(int(i) for i in places[0])
-    writers = _writers(plan.receives(rank), name, first)
+    held, right = (_element(numbering, int(array[first])) for array in (found, wanted))
+    times = int(writes[rank][name][first])
+    writers = "; ".join(_writers(plan.receives(rank), name, first)) or "nobody"
     return LayoutError(
-        f"plan: rank {rank}: {name} [{interval}] is wrong in {len(places)} elements. The first, "
-        f"{list(first)}, holds {numbers.shown(int(found[first]))} and must hold "
-        f"{numbers.shown(int(wanted[first]))}; it was written {int(writes[rank][name][first])} "
-        f"times, by {'; '.join(writers) or 'nobody'}"
+        f"plan: rank {rank}: {name} {interval} is wrong in {len(places)} elements. The first, "
+        f"{list(first)}, holds {held} and must hold {right}; it was written {times} times, by "
+        f"{writers}"
     )
+
+
+def _element(numbering: Numbering, number: int) -> str:
+    """Which element has this number."""
+    found = numbering.find(number)
+    if found is None:
+        words = {GIVEN_PADDING: "padding", UNWRITTEN: "nothing", PADDING: "zero"}
+        return words.get(number, "no element")
+    name, index = found
+    return f"{name}{list(index)}"
 
 
 def _writers(moves: Iterable[Move], name: str, place: tuple[int, ...]) -> list[str]:
@@ -259,6 +237,7 @@ def _writers(moves: Iterable[Move], name: str, place: tuple[int, ...]) -> list[s
 
 
 def _move(move: Move) -> str:
-    box = ", ".join(f"{start}:{end}" for start, end in move.box)
     side = "destination rank" if move.link == "fanout" else "rank"
-    return f"{move.tensor} [{box}] from {side} {move.src} to rank {move.dst} ({move.link})"
+    return (
+        f"{move.tensor} {shown(move.box)} from {side} {move.src} to rank {move.dst} ({move.link})"
+    )

@@ -11,13 +11,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megarl.actor.parameters import STACKED, Block, Parameter
+from megarl.actor.parameters import HEAD_NAME, STACKED, Block, Parameter
 from megarl.errors import LayoutError
 from megarl.reshard.layout import Box, Layout
-from megarl.reshard.moves import Link, Move, operations_of
+from megarl.reshard.moves import LINKS, Link, Move, operations_of
 from megarl.reshard.plan import Plan
-
-HEAD = "lm_head.weight"  # in checkpoints of all families
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
@@ -65,8 +63,8 @@ class Way:
 def trace(plan: Plan, name: str) -> Way:
     """The way of the tensor with that name in a Hugging Face checkpoint.
 
-    The number of an expert may be `*`, for all of them. Raises LayoutError naming the nearest
-    where there is no such tensor.
+    The number of an expert may be `*`, for all of them. Raises LayoutError naming the nearest, if
+    there is any, where there is no such tensor.
     """
     block, parameter, expert = _find(plan.source, name)
     held = _parts(plan.source, block, parameter, expert)
@@ -93,14 +91,15 @@ def _find(layout: Layout, name: str) -> tuple[Block, Parameter, int | None]:
         for block in table.blocks
         for parameter in table.kinds[block.kind]
     }
-    if wanted == HEAD and "head" not in table.kinds:
+    if wanted == HEAD_NAME and wanted not in known and "embedding" in table.kinds:
         embedding = table.kinds["embedding"][0].name
         raise LayoutError(
             f"{name}: the policy's head is tied to its embedding; ask for {embedding}"
         )
     if wanted not in known:
         nearest = difflib.get_close_matches(wanted, known, n=1, cutoff=0.0)
-        raise LayoutError(f"{name}: the policy has no such tensor; the nearest is {nearest[0]}")
+        advice = f"the nearest is {nearest[0]}" if nearest else "its table is empty"
+        raise LayoutError(f"{name}: the policy has no such tensor; {advice}")
     block, parameter = known[wanted]
     if number is None:
         return block, parameter, None
@@ -169,7 +168,6 @@ def _copies(moves: Iterable[Move], expert: int | None) -> tuple[Copy, ...]:
         )
         ranks.setdefault(key, []).append(move.dst)
     copies = [replace(copy, ranks=tuple(sorted(found))) for copy, found in ranks.items()]
-    links = ("local", "node", "network", "fanout")
     return tuple(
-        sorted(copies, key=lambda c: (c.box, links.index(c.link), c.ranks, c.src, c.dst_at))
+        sorted(copies, key=lambda c: (c.box, LINKS.index(c.link), c.ranks, c.src, c.dst_at))
     )

@@ -11,10 +11,8 @@ import pytest
 from benchmarks.reshard import models
 from benchmarks.reshard.closed_form import formula_minimum
 from benchmarks.reshard.minimum import (
-    Nodes,
     NotHeldError,
     count_need,
-    element_bytes,
     least_busiest,
     least_busiest_ingress,
 )
@@ -22,9 +20,11 @@ from benchmarks.reshard.report import summary, table
 from benchmarks.reshard.rows import Row
 from benchmarks.reshard.shards import tensors_by_name
 from benchmarks.reshard_plan import measure_row
+from megarl.actor.parameters import element_bytes
 from megarl.reshard.layout import Box, Layout
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.reshard.minimum import Nodes
 from megarl.reshard.sglang import sglang_layout
 
 DENSE = replace(

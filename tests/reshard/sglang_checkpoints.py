@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from megarl.actor.families import FAMILIES
 from megarl.actor.parameters import BlockTable, block_table
 from megarl.actor.shape import LatentAttention, MixtureOfExperts, ModelShape
-from megarl.reshard.blocks import Blocks
+from megarl.reshard.blocks import ScaleBlock
 from megarl.reshard.execute import slices
 from megarl.reshard.layout import Layout, local_box
 
@@ -77,7 +77,7 @@ def moe_shape(architecture: str, **changes: Any) -> ModelShape:
 
 
 def save_checkpoint(
-    folder: Path, shape: ModelShape, fp8_block: Blocks | None = None
+    folder: Path, shape: ModelShape, fp8_block: ScaleBlock | None = None
 ) -> dict[str, torch.Tensor]:
     """Write config.json and the weights; returns them by parameter name, stacks as stacks."""
     folder.mkdir(parents=True)
@@ -93,7 +93,7 @@ def save_checkpoint(
     return tensors
 
 
-def hf_config(shape: ModelShape, fp8_block: Blocks | None = None) -> dict[str, object]:
+def hf_config(shape: ModelShape, fp8_block: ScaleBlock | None = None) -> dict[str, object]:
     """config.json as SGLang needs it."""
     config: dict[str, object] = {
         "architectures": [shape.architecture],

@@ -20,7 +20,8 @@ from typing import Any
 from unittest import mock
 
 from megarl.compat import sglang_loader_map, sglang_ranks
-from megarl.reshard.recorded import Numbering, recorded_rank, to_json
+from megarl.reshard.numbering import Numbering
+from megarl.reshard.recorded import recorded_rank, to_json
 
 
 @dataclass(frozen=True)

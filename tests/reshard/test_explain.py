@@ -16,6 +16,7 @@ from megarl.config.explain import explain_run
 from megarl.config.load import load_layout
 from megarl.errors import LayoutError
 from megarl.reshard.explain import Explanation, explain
+from megarl.reshard.explicit import full_layout, one_block
 from megarl.reshard.fabric import FABRICS
 from megarl.reshard.layout import Layout, num_elements
 from megarl.reshard.megatron import megatron_layout
@@ -205,6 +206,12 @@ def test_unknown_tensor_is_named_with_the_nearest(name: str, text: str) -> None:
     plan = planned(EXPERTS, MOE_LEARNER, MOE_SERVER, False, 4)
     with pytest.raises(LayoutError, match=text):
         trace(plan, name)
+
+
+def test_tensor_of_a_policy_without_any_is_refused() -> None:
+    nothing = full_layout(one_block(()))
+    with pytest.raises(LayoutError, match="x: the policy has no such tensor; its table is empty"):
+        trace(make_plan(nothing, nothing), "x")
 
 
 def test_head_that_is_tied_is_said_to_be_the_embedding() -> None:

@@ -177,10 +177,16 @@ def one_row_further(original: Any, *arguments: Any) -> Any:
     return replace(found, at=at)
 
 
-def last_member_forgotten(original: Any, *arguments: Any) -> Any:
-    found = original(*arguments)
-    kept = found.members[:-1] or found.members
-    return replace(found, members=kept, ingress=tuple(min(i, kept[-1]) for i in found.ingress))
+def last_member_forgotten(original: Any, *arguments: Any) -> tuple[Any, ...]:
+    """Of each node that several ranks get a flow on, the last one gets nothing."""
+    found = []
+    for delivery in original(*arguments):
+        kept = delivery.members[:-1] or delivery.members
+        ingress = tuple(min(i, kept[-1]) for i in delivery.ingress)
+        found.append(
+            delivery if delivery.near else replace(delivery, members=kept, ingress=ingress)
+        )
+    return tuple(found)
 
 
 def written_out_wrongly(original: Any, layout: Layout, *arguments: Any) -> tuple[str, Any]:
@@ -278,7 +284,7 @@ FAULTS = [
     ),
     Fault(
         "scales off by one block",
-        wrapped(sglang, "scales_of", next_scales),
+        wrapped(sglang, "engine_scales", next_scales),
         "server slices",
         DENSE, *FP8,
     ),
@@ -295,7 +301,7 @@ FAULTS = [
     ),
     Fault(
         "a replica forgotten in the fan-out",
-        wrapped(routes._Router, "_ingress", last_member_forgotten),
+        wrapped(routes._Router, "_deliveries", last_member_forgotten),
         "proof, proof of moves, simulation",
         DENSE, TP2, SPREAD,
     ),

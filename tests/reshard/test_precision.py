@@ -21,8 +21,11 @@ from megarl.reshard.layout import (
     Box,
     Layout,
     LocalTensor,
+    Padding,
     Piece,
     RankLayout,
+    Shard,
+    ShardedTensor,
     local_box,
     overlap,
 )
@@ -31,6 +34,7 @@ from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.plan import make_plan
 from megarl.reshard.precision import Precisions, quantized_source, with_fp8
 from megarl.reshard.proof import prove_layout
+from megarl.reshard.scales import engine_scales
 from megarl.reshard.sglang import sglang_layout
 from tests.reshard.models import FAMILY_FLAGS, MOE_FLAGS, Arrays, random_weights, tiny_shape
 
@@ -269,6 +273,14 @@ def test_scales_of_a_fused_tensor_are_one_below_another() -> None:
         ("k_proj", ((1, 2), (0, 2)), (2, 0)),
         ("v_proj", ((1, 2), (0, 2)), (3, 0)),
     ]
+
+
+def test_engine_scales_of_a_tensor_with_padding_are_refused() -> None:
+    pieces = (Piece("a", ((0, 4), (0, 8)), "fc1", (0, 0)),)
+    shard = Shard((0, 1), pieces, (Padding("fc1", ((4, 8), (0, 8))),))
+    tensor = ShardedTensor("fc1", (8, 8), (shard,))
+    with pytest.raises(LayoutError, match=r"fc1: positions \[0, 1\] of a stage hold padding"):
+        engine_scales(tensor, {"a": Parameter("a", (4, 8), "a")}, (4, 4))
 
 
 def of_two_ranks(kind: str, spans: list[list[tuple[int, int]]], scale_rows: int = 0) -> Layout:

@@ -19,7 +19,7 @@ from megarl.reshard.layout import Layout, num_elements
 from megarl.reshard.minimum import minimum_network_bytes
 from megarl.reshard.placement import Placement
 from megarl.reshard.plan import Plan, make_plan
-from megarl.reshard.simulate import Arrays, Numbers, check, expected, number, simulate
+from megarl.reshard.simulate import Arrays, check, expected, number, numbering_of, simulate
 from megarl.reshard.store import from_json, to_json
 from tests.reshard.strategies import Pair, Side, pairs
 
@@ -178,7 +178,7 @@ def test_one_ranks_part_is_its_part_of_the_whole(pair: Pair) -> None:
     assert list(operations.moves(plan)) == mine
     assert int(operations.num_elements.sum()) == sum(num_elements(move.box) for move in mine)
     alone = simulate(make_plan(pair.source.layout, pair.destination.layout.only(last)))
-    held = expected(pair.destination.layout, Numbers(plan.source.table))
+    held = expected(pair.destination.layout, numbering_of(plan.source.table))
     assert_equal({last: alone[last]}, {last: held[last]})
     direct = {move for move in plan.moves if move.link != "fanout"}
     sent = [move for rank in plan.source.rank_ids for move in plan.sends(rank)]
@@ -192,12 +192,12 @@ def test_one_ranks_part_is_its_part_of_the_whole(pair: Pair) -> None:
 @given(pairs(EVERYTHING))
 def test_network_bytes_are_the_elements_that_no_rank_of_the_node_holds(pair: Pair) -> None:
     plan = plan_of(pair)
-    numbers = Numbers(plan.source.table)
-    given_at = elements_by_node(number(plan.source, numbers), pair.placement.source)
-    wanted_at = elements_by_node(expected(plan.destination, numbers), pair.placement.destination)
-    width = np.zeros(numbers.end, np.int64)
+    numbering = numbering_of(plan.source.table)
+    given_at = elements_by_node(number(plan.source, numbering), pair.placement.source)
+    wanted_at = elements_by_node(expected(plan.destination, numbering), pair.placement.destination)
+    width = np.zeros(numbering.last + 1, np.int64)
     for p in plan.source.parameters:
-        first = numbers.first[p.name]
+        first = numbering.first(p.name)
         width[first : first + p.num_elements] = element_bytes(plan, p.precision)
     nothing = np.zeros(0, np.int64)
     least = {

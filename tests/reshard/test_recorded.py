@@ -11,8 +11,9 @@ from megarl.errors import LayoutError
 from megarl.reshard import recorded
 from megarl.reshard.explicit import full_layout
 from megarl.reshard.layout import LocalTensor, Padding, Piece, RankLayout, local_box
+from megarl.reshard.numbering import Numbering
 from megarl.reshard.plan import make_plan
-from megarl.reshard.recorded import Numbering, boxes, from_json, recorded_rank, to_json
+from megarl.reshard.recorded import boxes, from_json, recorded_rank, to_json
 from tests.reshard.models import assert_equal, execute
 
 Shapes = dict[str, tuple[int, ...]]

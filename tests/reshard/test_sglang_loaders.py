@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from megarl.actor.shape import LatentAttention, ModelShape
 from megarl.errors import LayoutError
-from megarl.reshard.blocks import Blocks
+from megarl.reshard.blocks import ScaleBlock
 from megarl.reshard.explicit import full_layout
 from megarl.reshard.layout import Layout, Piece, num_elements
 from megarl.reshard.mesh import ServerMesh
@@ -68,7 +68,7 @@ SMALL_EXPERTS = {"expert_intermediate_size": 24, "shared_intermediate_size": 48}
 LATENT = LatentAttention(128, 128, 128, 64, 64)  # kv_a has 192 rows: one block and a half
 ONE_AND_A_QUARTER = LatentAttention(128, 128, 96, 64, 64)  # kv_b has 160 rows a head
 
-MODELS: dict[str, tuple[ModelShape, Blocks | None]] = {
+MODELS: dict[str, tuple[ModelShape, ScaleBlock | None]] = {
     "llama": (dense(LLAMA), None),
     "llama tied": (dense(LLAMA, tie_embeddings=True, num_kv_heads=1), None),
     "qwen2": (dense(QWEN2), None),
