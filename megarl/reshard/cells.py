@@ -16,14 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megarl.actor.parameters import Parameter
+from megarl.actor.parameters import Parameter, element_bytes
 from megarl.reshard.layout import BlockLayout, Box, Ints, cut
 
 Holder = tuple[int, int, int]
 """(which of the block's sites, position in that site's stage, which copy of the box it holds)."""
 
 BATCH = 512  # boxes compared at a time with all of the other side, to bound memory
-BYTES = {"float32": 4, "float8": 1}  # of parameters whose precision is not the policy's
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def pair(
 
 def widths(parameters: Sequence[Parameter], policy_bytes: int) -> Ints:
     """Bytes of an element of each parameter."""
-    return np.array([BYTES.get(p.precision, policy_bytes) for p in parameters], np.int64)
+    return np.array([element_bytes(p, policy_bytes) for p in parameters], np.int64)
 
 
 def padded(box: Box, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
