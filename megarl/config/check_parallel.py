@@ -1,20 +1,21 @@
 """Parallel sizes against each other, and which of them a run cannot do yet.
 
 Owns the arithmetic of ranks and the refusals of what only `megarl reshard explain` plans so far.
+What SGLang's own arguments do to a layout is in `server_arguments.py`.
 Whether a model divides is in `check_model.py` for a run; a layout says it itself for a plan.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from megarl.actor.shape import read_shape
 from megarl.config.schema import Config
+from megarl.config.server_arguments import argument_violations, unknown_arguments
 from megarl.config.transformer_fields import field_violations
 from megarl.config.violation import Violation
 from megarl.errors import ModelError
-
-NO_ALL_TO_ALL = "none"  # the default of SGLang's moe_a2a_backend
 
 PLANNED = "`megarl reshard explain` plans it"
 TRAINED = "the learner computes with tensor, pipeline and data parallelism only"
@@ -27,12 +28,14 @@ def check_layout(config: Config) -> list[Violation]:
     Sizes that do not divide the model are not among it: the layouts name them when they are made.
     """
     found: list[Violation] = []
+    shape = None
     try:
-        read_shape(config.actor.model)
+        shape = read_shape(config.actor.model)
     except ModelError as error:
         found.append(Violation(str(error), ("actor.model",)))
     found += check_ranks(config)
     found += _servers(config)
+    found += argument_violations(config, shape, os.environ)
     name = "learner.transformer_config"
     found += [
         Violation(text, (name,)) for text in field_violations(config.learner.transformer_config)
@@ -81,7 +84,7 @@ def _experts(config: Config) -> Iterator[Violation]:
 
 
 def _servers(config: Config) -> Iterator[Violation]:
-    parallel, arguments = config.rollout.parallel, config.rollout.engine_args
+    parallel = config.rollout.parallel
     for name in ("ep", "attention_dp"):
         size = getattr(parallel, name)
         if parallel.tp % size:
@@ -90,24 +93,12 @@ def _servers(config: Config) -> Iterator[Violation]:
                 f"{parallel.tp}; use one that does",
                 (f"rollout.parallel.{name}", "rollout.parallel.tp"),
             )
-    # SGLang then sets ep to tp by itself: _a2a_ep_size, sglang 0.5.23 arg_groups/overrides.py
-    backend = arguments.get("moe_a2a_backend", NO_ALL_TO_ALL)
-    if backend != NO_ALL_TO_ALL and parallel.ep != parallel.tp:
-        yield Violation(
-            f"rollout.engine_args.moe_a2a_backend = {backend!r} gives each rank whole experts; "
-            f"use rollout.parallel.ep = {parallel.tp}, as many as rollout.parallel.tp",
-            ("rollout.engine_args", "rollout.parallel.ep", "rollout.parallel.tp"),
-        )
-    if arguments.get("enable_dp_lm_head") and parallel.attention_dp == 1:
-        yield Violation(
-            "rollout.engine_args.enable_dp_lm_head needs rollout.parallel.attention_dp above 1",
-            ("rollout.engine_args", "rollout.parallel.attention_dp"),
-        )
 
 
 def check_runnable(config: Config) -> Iterator[Violation]:
     """What can be laid out and planned, but not be trained or served yet."""
     learner, rollout = config.learner.parallel, config.rollout
+    yield from unknown_arguments(config)
     for name in ("vpp", "cp", "ep", "etp"):
         size = getattr(learner, name)
         if size > 1:

@@ -1,7 +1,7 @@
 """The two layouts that a run's settings describe, and where their ranks run.
 
-Owns what settings mean as meshes, pipelines and layouts, SGLang's own arguments among them. The
-sizes that the model does not allow are named by the layouts, as LayoutError.
+Owns what settings mean as meshes, pipelines and layouts; the servers' mesh is in
+`server_arguments.py`. Sizes that the model does not allow are named by the layouts, as LayoutError.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.actor.shape import ModelShape, read_shape
-from megarl.config.check_parallel import NO_ALL_TO_ALL
 from megarl.config.schema import Config
+from megarl.config.server_arguments import server_mesh
 from megarl.reshard.layout import Layout
 from megarl.reshard.megatron import check_supported, megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
@@ -20,9 +20,6 @@ from megarl.reshard.precision import Decisions, with_fp8
 from megarl.reshard.sglang import sglang_layout
 
 POLICY_BYTES = {"fp32": 4, "bf16": 2}
-
-# By how many routed experts a DeepSeek-V3 has, SGLang puts its shared expert into one more slot.
-FUSED_EXPERTS = 256  # shared_experts_fusion_disable_reason, sglang 0.5.23 models/deepseek_v2.py
 
 
 @dataclass(frozen=True)
@@ -111,47 +108,6 @@ def learner_pipeline(config: Config, shape: ModelShape) -> Pipeline:
         embedding_counts=bool(fields.get("account_for_embedding_in_pipeline_split")),
         loss_counts=bool(fields.get("account_for_loss_in_pipeline_split")),
     )
-
-
-def server_mesh(config: Config, shape: ModelShape) -> ServerMesh:
-    """The servers' ranks, with what SGLang's arguments do to their layout."""
-    parallel, arguments = config.rollout.parallel, config.rollout.engine_args
-    return ServerMesh(
-        tp=parallel.tp,
-        cpu=config.launch.device == "cpu",
-        ep=parallel.ep,
-        attention_dp=parallel.attention_dp,
-        pp=parallel.pp,
-        servers=config.rollout.servers,
-        dp_head=bool(arguments.get("enable_dp_lm_head")),
-        dense_whole=arguments.get("moe_dense_tp_size") == 1,
-        shared_whole=_all_to_all(config),
-        fused_shared_experts=_fuses(config, shape),
-    )
-
-
-def _all_to_all(config: Config) -> bool:
-    return config.rollout.engine_args.get("moe_a2a_backend", NO_ALL_TO_ALL) != NO_ALL_TO_ALL
-
-
-def _fuses(config: Config, shape: ModelShape) -> bool:
-    """Whether SGLang puts the shared expert into a slot behind the routed ones.
-
-    Source: shared_experts_fusion_disable_reason in sglang 0.5.23, models/deepseek_v2.py and
-    models/glm4_moe.py, on NVIDIA GPUs.
-    """
-    arguments, moe = config.rollout.engine_args, shape.moe
-    if arguments.get("disable_shared_experts_fusion") or config.launch.device == "cpu":
-        return False
-    if arguments.get("enforce_shared_experts_fusion"):
-        return True
-    if moe is None or moe.shared_intermediate_size != moe.expert_intermediate_size:
-        return False
-    if config.rollout.parallel.ep > 1 or _all_to_all(config):
-        return False
-    if shape.architecture == "DeepseekV3ForCausalLM":
-        return moe.num_experts == FUSED_EXPERTS
-    return shape.architecture == "Glm4MoeForCausalLM"
 
 
 def _forms(config: Config) -> tuple[str, ...]:

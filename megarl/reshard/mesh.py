@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 
 from megarl.errors import LayoutError
 
@@ -111,9 +111,12 @@ class ServerMesh:
     ((0, 2, 4, 6), (1, 3, 5, 7))
     >>> mesh.expert_holders()
     (((0, 4), (1, 5)), ((2, 6), (3, 7)))
+    >>> str(mesh)
+    'tp=4 ep=2 attention_dp=2 pp=2 servers=2'
     """
 
     tp: int = 1
+    _: KW_ONLY
     cpu: bool = False
     ep: int = 1
     attention_dp: int = 1
@@ -146,6 +149,18 @@ class ServerMesh:
                 f"server mesh: pp_layers={self.pp_layers} names {len(self.pp_layers)} stages, "
                 f"pp={self.pp}; give one number of layers for each stage"
             )
+
+    def __str__(self) -> str:
+        """`tp`, and whatever else is not as a plain server has it."""
+        words = [f"tp={self.tp}"]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            if isinstance(value, tuple):
+                value = "+".join(map(str, value))
+            words.append(field.name if value is True else f"{field.name}={value}")
+        return " ".join(words)
 
     @property
     def size(self) -> int:

@@ -71,7 +71,7 @@ def sglang_layout(
             BlockLayout("embedding", server.tensors("head", table.kinds["embedding"], (copy,)))
         )
         sites.append(Site(0, mesh.pp - 1, len(templates) - 1))
-    return _layout(f"sglang tp={mesh.tp}", table, templates, sites, mesh)
+    return _layout(_words("sglang", mesh, fp8_block), table, templates, sites, mesh)
 
 
 def sglang_draft_layout(
@@ -95,7 +95,8 @@ def sglang_draft_layout(
     )
     tensors = _Server(shape, mesh, fp8_block).tensors("mtp", table.kinds["mtp"])
     site = Site(0, mesh.pp - 1, 0, table.blocks[0].layer)
-    return _layout(f"sglang draft tp={mesh.tp}", table, [BlockLayout("mtp", tensors)], [site], mesh)
+    words = _words("sglang draft", mesh, fp8_block)
+    return _layout(words, table, [BlockLayout("mtp", tensors)], [site], mesh)
 
 
 def sglang_rank(shape: ModelShape, mesh: ServerMesh, rank: int) -> RankLayout:
@@ -133,6 +134,11 @@ def _end_stages(shape: ModelShape, mesh: ServerMesh) -> dict[str, Sequence[int]]
         "final_norm": (last,),
         "head": range(mesh.pp) if served.head_everywhere else (last,),
     }
+
+
+def _words(model: str, mesh: ServerMesh, fp8_block: ScaleBlock | None) -> str:
+    """A layout's kind: the server, and the blocks of its quantized tensors."""
+    return f"{model} {mesh}" + ("" if fp8_block is None else f" fp8={fp8_block[0]}x{fp8_block[1]}")
 
 
 def _layout(
@@ -192,12 +198,11 @@ class _Server:
 
     def _count(self, axis: Axis, block: str) -> int:
         """Over how many neighbouring ranks a tensor is cut; others hold copies."""
-        mesh, served = self.mesh, FAMILIES[self.shape.architecture].served
+        mesh = self.mesh
         if axis == "attention" or (axis == "vocabulary" and self._within_attention(block)):
             return mesh.attention_tp
-        if axis == "mlp" and mesh.dense_whole and served.dense_whole:
-            return 1
-        return 1 if axis == "shared_experts" and mesh.shared_whole else mesh.tp
+        whole = {"mlp": mesh.dense_whole, "shared_experts": mesh.shared_whole}
+        return 1 if whole.get(axis) else mesh.tp
 
     def _within_attention(self, block: str) -> bool:
         """Whether the vocabulary is cut over the ranks of one copy of the attention."""

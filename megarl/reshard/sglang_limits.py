@@ -15,6 +15,8 @@ from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
 from megarl.reshard.mesh import ServerMesh
 
+APART = "use rollout.engine_args.disable_shared_experts_fusion = true"
+
 CPU_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, sglang configs/update_config.py
 
 
@@ -50,7 +52,8 @@ def check_served(shape: ModelShape, mesh: ServerMesh, has_scales: bool = False) 
     _check_settings(shape, mesh)
     if has_scales and mesh.up_first:
         raise LayoutError(
-            "up_first: SGLang's float8 experts in blocks always load [gate, up]; leave it out"
+            "up_first: SGLang's float8 experts in blocks always load [gate, up]; leave it out "
+            "(rollout.engine_args.moe_runner_backend = flashinfer_cutlass means it)"
         )
     if has_scales and mesh.cpu:
         raise LayoutError(
@@ -60,14 +63,31 @@ def check_served(shape: ModelShape, mesh: ServerMesh, has_scales: bool = False) 
     fault = _fault(shape, mesh)
     if fault is None:
         return
-    good = [
-        tp
-        for tp in range(1, shape.num_heads + 1)
-        if tp % mesh.ep == tp % mesh.attention_dp == 0
-        and _fault(shape, replace(mesh, tp=tp)) is None
-    ]
-    use = f"use rollout.parallel.tp from {', '.join(map(str, good))}" if good else "no tp works"
-    raise LayoutError(f"{fault}; {use}")
+    raise LayoutError(f"{fault}; {_remedy(shape, mesh)}")
+
+
+def _remedy(shape: ModelShape, mesh: ServerMesh) -> str:
+    """The tp that do, or where none does the ep and attention_dp with which one does."""
+    sizes = (mesh.ep, mesh.attention_dp)
+    for ep, attention_dp in (sizes, (1, sizes[1]), (sizes[0], 1), (1, 1)):
+        head = mesh.dp_head and attention_dp > 1
+        good = [
+            tp
+            for tp in range(1, attention_dp * shape.num_heads + 1)
+            if tp % ep == tp % attention_dp == 0
+            and _fault(shape, replace(mesh, tp=tp, ep=ep, attention_dp=attention_dp, dp_head=head))
+            is None
+        ]
+        if not good:
+            continue
+        use = f"use rollout.parallel.tp from {', '.join(map(str, good))}"
+        if (ep, attention_dp) == sizes:
+            return use
+        return (
+            f"no tp does with ep={sizes[0]}, attention_dp={sizes[1]}; with ep={ep}, "
+            f"attention_dp={attention_dp} {use}"
+        )
+    return "no tp does, not even 1; check the model's config.json"
 
 
 def _check_settings(shape: ModelShape, mesh: ServerMesh) -> None:
@@ -78,6 +98,16 @@ def _check_settings(shape: ModelShape, mesh: ServerMesh) -> None:
         raise LayoutError(
             f"attention_dp={mesh.attention_dp}: SGLang's {name} has no data parallel attention; "
             "use attention_dp=1 with more servers"
+        )
+    if mesh.pp > 1 and not served.pipeline:
+        raise LayoutError(
+            f"pp={mesh.pp}: SGLang's {name} is not known to have pipeline stages; use pp=1 with a "
+            "larger tp"
+        )
+    if mesh.dense_whole and not served.dense_whole:
+        raise LayoutError(
+            f"dense_whole: the dense layers of SGLang's {name} do not follow moe_dense_tp_size; "
+            "leave it out"
         )
     if shape.tie_embeddings and served.tied == "never":
         raise LayoutError(
@@ -100,11 +130,11 @@ def _check_settings(shape: ModelShape, mesh: ServerMesh) -> None:
     if moe is None or moe.shared_intermediate_size != moe.expert_intermediate_size:
         size = 0 if moe is None else moe.shared_intermediate_size
         raise LayoutError(
-            f"fused_shared_experts: SGLang fuses one shared expert of the routed ones' size; the "
-            f"shared experts here have an intermediate size of {size}"
+            f"fused_shared_experts: a layout has one fused shared expert of the routed ones' size; "
+            f"the shared experts here have an intermediate size of {size}; {APART}"
         )
     if mesh.cpu:
-        raise LayoutError("fused_shared_experts: SGLang does not fuse shared experts on a CPU")
+        raise LayoutError(f"fused_shared_experts: there is no layout of them on a CPU; {APART}")
 
 
 def _dense(shape: ModelShape) -> str:
@@ -123,8 +153,7 @@ def _fault(shape: ModelShape, mesh: ServerMesh) -> str | None:
         if shape.mla is None and kv % tp and tp % kv:
             return f"{kv} kv heads neither split over nor divide {attention}"
         inner = shape.intermediate_size
-        whole = mesh.dense_whole and FAMILIES[shape.architecture].served.dense_whole
-        if "dense" in shape.layer_kinds and not whole and inner % mesh.tp:
+        if "dense" in shape.layer_kinds and not mesh.dense_whole and inner % mesh.tp:
             return f"{inner} columns of down_proj do not split over {where}"
     if moe is None:
         return None

@@ -12,6 +12,9 @@ import transformers
 
 from megarl.actor.parameters import BlockTable, block_table
 from megarl.actor.shape import Llama3Rope, ModelShape, Yarn, read_shape
+from megarl.reshard.megatron import megatron_layout
+from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.reshard.sglang import sglang_layout
 from tests.actor.published import FP8, PUBLISHED
 
 # Elements as the hubs' safetensors metadata counts them (tied embeddings once).
@@ -87,6 +90,16 @@ def test_published_model_has_as_many_elements_as_the_hugging_face_model(
 def test_shape_of_a_published_model_survives_json(name: str, tmp_path: Path) -> None:
     shape = read(name, tmp_path)
     assert ModelShape.from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
+
+
+def test_full_rank_queries_of_moonlight_are_laid_out_for_both_engines(tmp_path: Path) -> None:
+    shape = read("Moonlight-16B-A3B", tmp_path)
+    query = "model.layers.0.self_attn.q_proj.weight"
+    local = {"megatron": "linear_q_proj", "sglang": "q_proj"}
+    for layout in (megatron_layout(shape, LearnerMesh(tp=2)), sglang_layout(shape, ServerMesh(2))):
+        second = [piece for piece in layout.rank(1).pieces if piece.tensor == query]
+        assert [piece.box for piece in second] == [((1536, 3072), (0, 2048))]
+        assert second[0].local.endswith(f".{local[layout.kind.split()[0]]}.weight")
 
 
 def test_what_decides_the_mathematics_of_published_models_is_read(tmp_path: Path) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from megarl.actor.shape import read_shape
-from megarl.config.layouts import learner_pipeline, run_layouts, server_mesh
-from megarl.config.load import load_layout, read_config
+from megarl.config.layouts import learner_pipeline, run_layouts
+from megarl.config.load import load_layout
 from megarl.errors import ConfigError, LayoutError
-from tests.actor.published import PUBLISHED
 
 
 @pytest.mark.parametrize(
@@ -63,10 +60,6 @@ def test_run_refuses_servers_that_are_more_than_tensor_parallel(place, name: str
             "rollout.parallel.attention_dp = 2 does not divide rollout.parallel.tp = 1",
         ),
         (
-            "--rollout.parallel.tp 2 --rollout.engine_args.moe_a2a_backend deepep",
-            "use rollout.parallel.ep = 2, as many as rollout.parallel.tp",
-        ),
-        (
             "--learner.transformer_config.expert_model_parallel_size 2",
             "megarl sets it; use learner.parallel.ep",
         ),
@@ -107,21 +100,3 @@ def test_layout_that_does_not_divide_is_named_by_the_layout(place) -> None:
     config = load_layout(place.file, ["--learner.parallel.tp", "3"])
     with pytest.raises(LayoutError, match="4 attention heads do not split"):
         run_layouts(config)
-
-
-@pytest.mark.parametrize(
-    ("model", "arguments", "fused"),
-    [
-        ("DeepSeek-V3", [], True),
-        ("DeepSeek-V3", ["--rollout.parallel.ep", "8"], False),
-        ("DeepSeek-V3", ["--rollout.engine_args.disable_shared_experts_fusion", "true"], False),
-        ("Kimi-K2", [], False),
-        ("Kimi-K2", ["--rollout.engine_args.enforce_shared_experts_fusion", "true"], True),
-        ("GLM-4.5", [], True),
-        ("Qwen3-30B-A3B", [], False),
-    ],
-)
-def test_shared_expert_is_a_slot_where_sglang_makes_it_one(place, model, arguments, fused) -> None:
-    (place.model / "config.json").write_text(json.dumps(PUBLISHED[model]))
-    config = read_config(place.file, ["--rollout.parallel.tp", "8", *arguments])
-    assert server_mesh(config, read_shape(place.model)).fused_shared_experts is fused

@@ -181,7 +181,8 @@ def servers(
     number = draw(st.integers(1, max(1, MAX_RANKS // (tp * pp))))
     plain = attention_dp == 1 and architecture not in SHARED and not fp8
     cpu = plain and draw(st.integers(0, 7)) == 0
-    mesh = ServerMesh(tp, cpu, ep, attention_dp, pp, min(number, 3), **settings)
+    sizes = {"ep": ep, "attention_dp": attention_dp, "pp": pp, "servers": min(number, 3)}
+    mesh = ServerMesh(tp, cpu=cpu, **sizes, **settings)
     return Servers(mesh, draw(st.sampled_from(FP8_BLOCKS)) if fp8 else None)
 
 

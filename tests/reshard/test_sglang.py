@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megarl.actor.families import FAMILIES
+from megarl.actor.families.family import Served
 from megarl.actor.shape import LatentAttention, MixtureOfExperts, ModelShape
 from megarl.errors import LayoutError
 from megarl.reshard.mesh import ServerMesh
@@ -66,7 +69,7 @@ def test_size_that_does_not_split_is_named(changes: dict[str, int], tp: int, wor
             "DeepseekV3",
             {"experts": {"shared_intermediate_size": 64}},
             {"fused_shared_experts": True},
-            "fuses one shared expert of the routed ones' size; .* size of 64",
+            "one fused shared expert of the routed ones' size; .* of 64; use rollout.engine_args",
         ),
     ],
 )
@@ -137,6 +140,52 @@ def test_rank_beyond_the_vocabulary_holds_only_padding() -> None:
     rank = sglang_rank(shape, ServerMesh(4), 3)
     assert not [p for p in rank.pieces if p.local == "lm_head.weight"]
     assert [p.box for p in rank.paddings if p.local == "lm_head.weight"] == [((0, 16), (0, 8))]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ({"tp": 3, "ep": 3}, "no tp does with ep=3, attention_dp=1; with ep=1, .* from 1, 2, 4$"),
+        (
+            {"tp": 10, "attention_dp": 5, "ep": 5, "dp_head": True},
+            "with ep=1, attention_dp=1 use rollout.parallel.tp from 1, 2, 4$",
+        ),
+    ],
+)
+def test_server_that_fits_with_no_tp_is_refused_with_what_fits(
+    mesh: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(LayoutError, match=words):
+        sglang_layout(moe_shape("DeepseekV3ForCausalLM"), ServerMesh(**mesh))
+
+
+def test_kind_of_a_layout_says_all_that_is_not_plain() -> None:
+    shape = moe_shape("Glm4MoeForCausalLM", num_mtp_layers=1)
+    mesh = ServerMesh(4, ep=2, attention_dp=2, pp=2, servers=3, dp_head=True, pp_layers=(2, 1))
+    words = "tp=4 ep=2 attention_dp=2 pp=2 servers=3 dp_head pp_layers=2+1"
+    assert sglang_layout(shape, mesh).kind == f"sglang {words}"
+    assert sglang_draft_layout(shape, mesh).kind == f"sglang draft {words}"
+    assert sglang_layout(tiny_shape(), ServerMesh(2), (4, 4)).kind == "sglang tp=2 fp8=4x4"
+    assert sglang_layout(tiny_shape(), ServerMesh(cpu=True)).kind == "sglang tp=1 cpu"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tied", "words"),
+    [
+        ({"tp": 2, "attention_dp": 2}, False, "has no data parallel attention"),
+        ({"pp": 2}, False, "not known to have pipeline stages; use pp=1"),
+        ({"dense_whole": True}, False, "do not follow moe_dense_tp_size"),
+        ({}, True, "never ties its head"),
+    ],
+)
+def test_what_a_family_does_not_claim_is_refused(
+    monkeypatch: pytest.MonkeyPatch, mesh: dict[str, Any], tied: bool, words: str
+) -> None:
+    plain = replace(FAMILIES["Qwen3ForCausalLM"], served=Served())
+    monkeypatch.setitem(FAMILIES, plain.architecture, plain)  # type: ignore[arg-type]
+    shape = tiny_shape("Qwen3ForCausalLM", tie_embeddings=tied)
+    with pytest.raises(LayoutError, match=words):
+        sglang_layout(shape, ServerMesh(**mesh))
 
 
 def test_rank_of_no_server_is_refused() -> None:

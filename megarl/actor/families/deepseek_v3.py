@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megarl.actor.families.dense import ENDS, gated_mlp
-from megarl.actor.families.family import Family, Served
+from megarl.actor.families.family import Family, FusesShared, Served
 from megarl.actor.families.latent import latent_attention
-from megarl.actor.families.moe import routed_experts, router, shared_experts
+from megarl.actor.families.moe import ALL_TO_ALL, routed_experts, router, shared_experts
 from megarl.actor.families.mtp import (
     DUPLICATES,
     ENTRY_AND_FINAL_NORM,
@@ -50,7 +50,18 @@ DEEPSEEK_V3 = Family(
     ropes=("default", "yarn"),
     attention="latent",
     experts="deepseek",
-    served=Served(dense_whole=True, embeds_for_draft=True, tied="one_stage"),
+    served=Served(
+        attention_dp=True,
+        pipeline=True,
+        tied="one_stage",
+        dense_layers=True,
+        dense_whole=True,
+        all_to_all=(*ALL_TO_ALL, "deepep_v2", "pplx"),
+        fuses_shared=FusesShared(
+            num_experts=(256,), only_one=True, overlapped=False, enforced=True
+        ),
+        embeds_for_draft=True,
+    ),
     trained=False,
     duplicates=DUPLICATES,
 )

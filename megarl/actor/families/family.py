@@ -53,7 +53,8 @@ class Held:
     keeps routed experts: "per_expert" (TEGroupedMLP), "grouped" (the same with
     moe_single_grouped_weight) or "sequential" (SequentialMLP). `buffer` marks what is in
     named_buffers() instead of named_parameters(); `float32` what the engine keeps in that
-    precision though the policy does not, so that it is cast on arrival.
+    precision though the policy does not, so that it is cast on arrival; `reshard/engine_tensors.py`
+    says both of a rank's tensors.
     """
 
     name: str
@@ -82,22 +83,48 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class FusesShared:
+    """When SGLang, not asked, puts shared experts into slots behind the routed ones.
+
+    `num_experts` are the numbers of routed experts with which it does, empty for any; `only_one`:
+    of several shared experts none; `overlapped`: with --enable-two-batch-overlap and
+    --enable-single-batch-overlap too. `enforced`: --enforce-shared-experts-fusion overrules these.
+    Source: shared_experts_fusion_disable_reason of its models.
+    """
+
+    num_experts: tuple[int, ...] = ()
+    only_one: bool = False
+    overlapped: bool = True
+    enforced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """What SGLang's model of a family does in its own way, beside the tensors of its blocks.
 
-    `attention_dp`: its attention can be data parallel. `dense_whole`: its dense MLPs follow
-    --moe-dense-tp-size. `dense_layers`: it may have layers without experts. `head_everywhere`: its
-    head is on every pipeline stage, not on the last alone. `embeds_for_draft`: its last stage has
-    the embedding too where a draft model is served. `tied` says what becomes of a tied head: a
-    "copy" of the embedding on the last of several stages; served on "one_stage" only; or "never".
+    The defaults claim nothing, so what is not claimed is refused. `attention_dp`: its attention is
+    cut over attn_tp_size, so it can be data parallel. `pipeline`: it can be cut into stages.
+    `tied` says what becomes of a tied head: a "copy" of the embedding on the last of several
+    stages; served on "one_stage" only; or "never", where its loader leaves such a head empty.
+    `dense_layers`: beside layers with experts it may have some without; `dense_whole`: these follow
+    --moe-dense-tp-size 1. `all_to_all`: the values of --moe-a2a-backend with which its layout is
+    known; its shared experts are then whole on every rank. `fuses_shared`: when they become slots,
+    None for never.
+
+    Facts of its stages, which matter where it has several: `head_everywhere`: its head is on every
+    one, not on the last alone; `embeds_for_draft`: the last has the embedding too where a draft
+    model is served.
     """
 
-    attention_dp: bool = True
+    attention_dp: bool = False
+    pipeline: bool = False
+    tied: Literal["copy", "one_stage", "never"] = "never"
+    dense_layers: bool = False
     dense_whole: bool = False
-    dense_layers: bool = True
+    all_to_all: tuple[str, ...] = ()
+    fuses_shared: FusesShared | None = None
     head_everywhere: bool = False
     embeds_for_draft: bool = False
-    tied: Literal["copy", "one_stage", "never"] = "copy"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megarl.actor.families.dense import BLOCKS, grouped_query_attention
-from megarl.actor.families.family import Family, Served
-from megarl.actor.families.moe import routed_experts, router, shared_experts
+from megarl.actor.families.family import Family, FusesShared, Served
+from megarl.actor.families.moe import ALL_TO_ALL, routed_experts, router, shared_experts
 from megarl.actor.families.mtp import (
     DUPLICATES,
     ENTRY_AND_FINAL_NORM,
@@ -39,7 +39,15 @@ GLM4_MOE = Family(
     blocks={**BLOCKS, "moe": _MOE, "mtp": ENTRY_AND_FINAL_NORM + _MTP_LAYER},
     rotary_fraction=0.5,  # transformers' Glm4MoeConfig
     experts="deepseek",
-    served=Served(dense_whole=True, head_everywhere=True, tied="never"),
+    served=Served(
+        attention_dp=True,
+        pipeline=True,
+        dense_layers=True,
+        dense_whole=True,
+        all_to_all=ALL_TO_ALL,
+        fuses_shared=FusesShared(),
+        head_everywhere=True,
+    ),
     trained=False,
     duplicates=DUPLICATES,
 )

@@ -24,6 +24,6 @@ LLAMA = Family(
     },
     harmless=frozenset(),
     blocks=BLOCKS,
-    served=Served(attention_dp=False, head_everywhere=True, tied="one_stage"),
+    served=Served(pipeline=True, tied="one_stage", head_everywhere=True),
     ropes=("default", "llama3"),
 )

@@ -12,6 +12,9 @@ from megarl.actor.families.family import Axis, Held, Part, Weight
 
 _GATE_UP = ("expert_gate", "expert_up")
 
+ALL_TO_ALL = ("deepep", "mooncake", "nixl", "mori", "flashinfer")
+"""With each of these SGLang's models here have whole shared experts; others are not read yet."""
+
 
 def router(
     hf: str = HF, megatron: str = MEGATRON, sglang: str = HF, float32_on_server: bool = False

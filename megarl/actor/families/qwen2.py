@@ -21,6 +21,6 @@ QWEN2 = Family(
     },
     harmless=frozenset({"sliding_window", "max_window_layers"}),
     blocks=BLOCKS,
-    served=Served(attention_dp=False),
+    served=Served(pipeline=True, tied="copy"),
     ropes=("default", "llama3"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.actor.families.dense import BLOCKS
-from megarl.actor.families.family import Family
+from megarl.actor.families.family import Family, Served
 
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
@@ -22,5 +22,6 @@ QWEN3 = Family(
     },
     harmless=frozenset({"sliding_window", "max_window_layers"}),
     blocks=BLOCKS,
+    served=Served(attention_dp=True, pipeline=True, tied="copy"),
     ropes=("default", "llama3"),
 )

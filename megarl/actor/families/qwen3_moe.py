@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.actor.families.dense import BLOCKS, grouped_query_attention
 from megarl.actor.families.family import Family, Served
-from megarl.actor.families.moe import routed_experts, router
+from megarl.actor.families.moe import ALL_TO_ALL, routed_experts, router
 
 QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
@@ -26,6 +26,11 @@ QWEN3_MOE = Family(
     ),
     blocks={**BLOCKS, "moe": grouped_query_attention() + router() + routed_experts()},
     experts="qwen3",
-    served=Served(dense_layers=False, head_everywhere=True, tied="never"),
+    served=Served(
+        attention_dp=True,
+        pipeline=True,
+        all_to_all=ALL_TO_ALL,
+        head_everywhere=True,
+    ),
     trained=False,
 )
