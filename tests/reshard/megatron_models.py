@@ -43,9 +43,8 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
 
 from megarl.compat.megatron_layers import block_spec, mtp_spec  # noqa: E402
+from megarl.reshard.engine_tensors import learner_buffers  # noqa: E402
 from tests.reshard import te_stand_ins  # noqa: E402
-
-BUFFERS = ("expert_bias",)
 
 
 def config_of(case: Case) -> TransformerConfig:
@@ -153,14 +152,14 @@ def specs_of(case: Case, config: TransformerConfig, v: int, chunk: Chunk) -> tup
     return decoder, mtp_spec(config, fused) if chunk.num_mtp else None
 
 
-def tensors_of(chunks: list[GPTModel]) -> dict[str, Tensor]:
-    """All parameters and known buffers under the names of layouts."""
+def tensors_of(chunks: list[GPTModel], case: Case, rank: int) -> dict[str, Tensor]:
+    """All parameters, and the buffers that the layout says, under the names of layouts."""
     held = {}
+    said = learner_buffers(case.shape, case.layout, rank)
     for v, chunk in enumerate(chunks):
         prefix = f"model{v}." if len(chunks) > 1 else ""
         named = dict(chunk.named_parameters())
-        buffers = chunk.named_buffers()
-        named |= {name: buffer for name, buffer in buffers if name.endswith(BUFFERS)}
+        named |= {n: buffer for n, buffer in chunk.named_buffers() if prefix + n in said}
         held |= {prefix + name: tensor for name, tensor in named.items()}
     return held
 
@@ -248,7 +247,7 @@ def build_case(case: Case, out: Path) -> tuple[list[GPTModel], dict[str, Tensor]
         config.moe_single_grouped_weight = case.forms[1] == "grouped"
     stage = case.pipeline.chunks[rank // mesh.stage_size]
     chunks = [build(case, config, v, chunk) for v, chunk in enumerate(stage)]
-    held = tensors_of(chunks)
+    held = tensors_of(chunks, case, rank)
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
     out.with_suffix(".json").write_text(json.dumps(shapes))
     return chunks, held

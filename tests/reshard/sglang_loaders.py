@@ -31,8 +31,9 @@ class Case:
     `flags` are fields of SGLang's ServerArgs. `fused` turns on the fusion of shared experts,
     `up_first` the order of FlashInfer's CUTLASS. `cpu` applies what SGLang changes of the sizes on
     a CPU. `draft` loads the draft model. `record` writes the layout that the loader was seen to
-    follow to OUT_DIR/<number>.json instead. With `hf_config`, fields of a Hugging Face config, the
-    checkpoint is made first, with random weights.
+    follow to OUT_DIR/<number>.json instead; with a `dtype`, the precision of the server, that file
+    holds the names of each rank's float32 parameters. With `hf_config`, fields of a Hugging Face
+    config, the checkpoint is made first, with random weights.
     """
 
     folder: str
@@ -43,6 +44,7 @@ class Case:
     up_first: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     record: bool = False
+    dtype: str = ""
     hf_config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -73,7 +75,8 @@ def model_on(case: Case, rank: int) -> Any:
     """SGLang's model of a case on one rank."""
     from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
 
-    dtype = json.loads((Path(case.folder) / "config.json").read_text())["torch_dtype"]
+    stored = json.loads((Path(case.folder) / "config.json").read_text())["torch_dtype"]
+    dtype = case.dtype or stored
     with ExitStack() as stack:
         choices_of_a_gpu(case, stack)
         config = sglang_ranks.become(case.folder, rank, dtype, case.flags, case.draft)
@@ -90,6 +93,14 @@ def parameters(case: Case, rank: int) -> dict[str, Any]:
 
     held = model_on(case, rank).named_parameters()
     return {f"{rank}/{name}": t.detach().to(torch.float32).clone() for name, t in held}
+
+
+def float32_names(case: Case) -> str:
+    """For each rank, the parameters that are float32 in a server of another precision."""
+    import torch
+
+    held = [model_on(case, rank).named_parameters() for rank in range(case.size)]
+    return json.dumps([[n for n, t in named if t.dtype == torch.float32] for named in held])
 
 
 def make_checkpoint(folder: str, fields: dict[str, Any]) -> None:
@@ -126,6 +137,9 @@ def main() -> None:
         try:
             if case.record:
                 (out / f"{number}.json").write_text(recorded(case))
+                continue
+            if case.dtype:
+                (out / f"{number}.json").write_text(float32_names(case))
                 continue
             for rank in range(case.size):
                 held |= parameters(case, rank)

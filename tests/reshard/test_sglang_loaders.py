@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from megarl.actor.families import FAMILIES
+from megarl.actor.families.family import Served as ServedAs
 from megarl.actor.shape import LatentAttention, ModelShape
 from megarl.errors import LayoutError
 from megarl.reshard.blocks import ScaleBlock
+from megarl.reshard.engine_tensors import float32_on_server
 from megarl.reshard.explicit import full_layout
 from megarl.reshard.layout import Layout, Piece, num_elements
 from megarl.reshard.mesh import ServerMesh
@@ -77,6 +81,7 @@ MODELS: dict[str, tuple[ModelShape, ScaleBlock | None]] = {
     "qwen3 tied": (dense(QWEN3, tie_embeddings=True, num_kv_heads=1), None),
     "qwen3 moe": (moe_shape(QWEN3_MOE, experts={"dense_layers": ()}), None),
     "deepseek": (moe_shape(DEEPSEEK, num_mtp_layers=1), None),
+    "deepseek tied": (moe_shape(DEEPSEEK, tie_embeddings=True), None),
     "deepseek full rank": (moe_shape(DEEPSEEK, mla=LatentAttention(None, 16, 8, 4, 12)), None),
     "glm": (moe_shape(GLM, num_mtp_layers=1), None),
     "glm one kv head": (moe_shape(GLM, num_kv_heads=1), None),
@@ -118,7 +123,7 @@ class Served:
         make = sglang_draft_layout if self.draft else sglang_layout
         return make(shape, self.mesh, fp8_block)
 
-    def case(self, root: Path, record: bool = False) -> Case:
+    def case(self, root: Path, record: bool = False, dtype: str = "") -> Case:
         """The same for SGLang."""
         mesh = self.mesh
         flags: dict[str, Any] = {"tp_size": mesh.tp, "pp_size": mesh.pp, "ep_size": mesh.ep}
@@ -142,6 +147,7 @@ class Served:
             mesh.up_first,
             environment,
             record,
+            dtype,
         )
 
 
@@ -177,6 +183,7 @@ CASES = [
     ),
     *served("deepseek", {**TP2, **FUSED}, {**TP2, "ep": 2, **FUSED}),
     *served("deepseek", TP2, DP2_OF_4, draft=True),
+    *served("deepseek tied", TP2),
     *served("deepseek full rank", TP2),
     *served("glm", {}, TP4, TP4_EP2, DP2_OF_4, PP2, {**DP2, "dense_whole": True}),
     *served("glm", {**TP2, "ep": 2, **FUSED}, {**TP2, **FUSED, "up_first": True}),
@@ -206,6 +213,13 @@ RECORDED = [
     *served("qwen3 moe", TP4_EP2),
     *served("deepseek", DP2_OF_4, {**TP2, **FUSED}),
     *served("glm one kv head", TP4),
+]
+IN_BFLOAT16 = [
+    *served("qwen3 moe", TP2),
+    *served("deepseek", PP2),
+    *served("glm", PP2),
+    *served("glm", TP2, draft=True),
+    *served("deepseek fp8", {}),
 ]
 SMALL = {
     "vocab_size": 100,
@@ -256,6 +270,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     for name, config in WITHOUT_TABLE.items():
         made = {"model_type": name, **config}
         cases.append(Case(str(root / name), {"tp_size": 2}, record=True, hf_config=made))
+    cases += [case.case(root, dtype="bfloat16") for case in IN_BFLOAT16]
     (root / "out").mkdir()
     subprocess.run(
         [sys.executable, "-m", "tests.reshard.sglang_loaders", str(root / "out")],
@@ -294,6 +309,49 @@ def test_layout_is_refused_where_sglang_refuses_the_model(found: Found, case: Se
     assert found.path(number, "txt").exists(), "SGLang loads it"
     with pytest.raises(LayoutError):
         case.layout()
+
+
+@pytest.mark.parametrize("case", IN_BFLOAT16, ids=str)
+def test_what_a_bfloat16_server_keeps_in_float32_is_said(found: Found, case: Served) -> None:
+    number = len(CASES) + len(REFUSED) + len(RECORDED) + len(WITHOUT_TABLE)
+    text = found.path(number + IN_BFLOAT16.index(case), "json").read_text()
+    layout, (shape, _) = case.layout(), MODELS[case.model]
+    ranks = json.loads(text)
+    for rank, theirs in enumerate(ranks):
+        held = {name for name in theirs if not name.endswith((".k_scale", ".v_scale"))}
+        assert float32_on_server(shape, layout, rank) == held
+    assert any(ranks) or case.model == "qwen3 moe"
+
+
+Claim = tuple[Callable[[ServedAs], bool], Callable[[Served, ModelShape], bool]]
+CLAIMS: dict[str, Claim] = {
+    "attention_dp": (lambda to: to.attention_dp, lambda case, _: case.mesh.attention_dp > 1),
+    "pipeline": (lambda to: to.pipeline, lambda case, _: case.mesh.pp > 1),
+    "tied": (lambda to: to.tied != "never", lambda _, shape: shape.tie_embeddings),
+    "tied copy": (
+        lambda to: to.tied == "copy",
+        lambda case, shape: shape.tie_embeddings and case.mesh.pp > 1,
+    ),
+    "dense_whole": (lambda to: to.dense_whole, lambda case, _: case.mesh.dense_whole),
+    "fuses_shared": (
+        lambda to: to.fuses_shared is not None,
+        lambda case, _: case.mesh.fused_shared_experts,
+    ),
+    "embeds_for_draft": (
+        lambda to: to.embeds_for_draft,
+        lambda case, _: case.mesh.draft and case.mesh.pp > 1,
+    ),
+}
+"""Of `Served`: whether a family claims it, and whether a case shows it."""
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_a_family_claims_of_sglang_is_among_the_cases(architecture: str, claim: str) -> None:
+    claims, shows = CLAIMS[claim]
+    shapes = [(case, MODELS[case.model][0]) for case in CASES]
+    shown = [c for c, shape in shapes if shape.architecture == architecture and shows(c, shape)]
+    assert shown or not claims(FAMILIES[architecture].served)
 
 
 def by_stored_tensor(pieces: tuple[Piece, ...]) -> set[Piece]:
