@@ -12,12 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from megarl.actor.families import FAMILIES
-from megarl.actor.families.family import Family
+from megarl.actor.families.family import Family, Served
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape
+from megarl.errors import LayoutError
 from megarl.reshard.explicit import full_layout
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
@@ -66,6 +68,8 @@ def shape_of(family: Family) -> ModelShape:
     experts = {"none": None, "qwen3": ROUTED, "deepseek": WITH_SHARED}[family.experts]
     if family.attention == "latent":
         shape = replace(shape, mla=LATENT, num_kv_heads=8, head_dim=6)
+    if experts is not None and not family.served.dense_layers:
+        experts = replace(experts, dense_layers=())
     return replace(shape, moe=experts)
 
 
@@ -83,9 +87,22 @@ def assert_travels(shape: ModelShape) -> None:
     files = full_layout(table)
     experts = {"ep": 2, "etp": 2} if shape.moe else {}
     learner = megatron_layout(shape, LearnerMesh(tp=2, pp=3, dp=2, **experts))
-    servers = sglang_layout(shape, ServerMesh(tp=2, servers=2))
-    for source, destination in ((files, learner), (learner, servers), (servers, files)):
-        check(make_plan(source, destination, Placement.apart(source, destination)))
+    for mesh in server_meshes(FAMILIES[shape.architecture]):
+        servers = sglang_layout(shape, mesh)
+        for source, destination in ((learner, servers), (servers, files)):
+            check(make_plan(source, destination, Placement.apart(source, destination)))
+    check(make_plan(files, learner, Placement.apart(files, learner)))
+
+
+def server_meshes(family: Family) -> list[ServerMesh]:
+    """Servers that show whatever the family claims of SGLang's model, beside plain ones."""
+    served = family.served
+    wide = ServerMesh(tp=4, ep=1 if family.experts == "none" else 2)
+    meshes = [ServerMesh(tp=2, servers=2), wide]
+    if served.attention_dp:
+        copies = replace(wide, attention_dp=2)
+        meshes += [copies, replace(copies, dp_head=True, dense_whole=served.dense_whole)]
+    return meshes + [ServerMesh(tp=2, pp=2)] * served.pipeline
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -120,14 +137,29 @@ def test_megatron_holds_the_pages_family_as_it_holds_qwen3(added: Family) -> Non
         }
 
 
-def test_sglangs_loaders_hold_what_the_page_says(added: Family, tmp_path: Path) -> None:
+def test_the_pages_family_is_refused_what_it_does_not_claim(added: Family) -> None:
     shape = shape_of(added)
-    tensors = save_checkpoint(tmp_path / "model", shape)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    # SGLang builds the norms only where the config says so; transformers has them always.
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "use_qk_norm": True}))
-    meshes = [ServerMesh(tp=2), ServerMesh(tp=4)]
-    cases = [asdict(Case(str(tmp_path / "model"), {"tp_size": mesh.tp})) for mesh in meshes]
+    assert added.served == Served(tied="one_stage")
+    for mesh in (ServerMesh(tp=2, attention_dp=2), ServerMesh(pp=2), ServerMesh(dense_whole=True)):
+        with pytest.raises(LayoutError, match="SGLang's HunYuanDenseV1ForCausalLM"):
+            sglang_layout(shape, mesh)
+
+
+def test_sglangs_loaders_hold_what_the_page_says(added: Family, tmp_path: Path) -> None:
+    served: list[tuple[ModelShape, ServerMesh, dict[str, torch.Tensor]]] = []
+    cases = []
+    for tied in (False, True) if added.served.tied != "never" else (False,):
+        shape, folder = replace(shape_of(added), tie_embeddings=tied), tmp_path / f"tied-{tied}"
+        tensors = save_checkpoint(folder, shape)
+        config = json.loads((folder / "config.json").read_text())
+        # SGLang builds the norms only where the config says so; transformers has them always.
+        (folder / "config.json").write_text(json.dumps({**config, "use_qk_norm": True}))
+        for mesh in server_meshes(added):
+            flags = {"tp_size": mesh.tp, "pp_size": mesh.pp, "ep_size": mesh.ep}
+            if mesh.attention_dp > 1:
+                flags |= {"attn_dp_size": mesh.attention_dp, "enable_dp_lm_head": mesh.dp_head}
+            cases.append(asdict(Case(str(folder), flags)))
+            served.append((shape, mesh, tensors))
     subprocess.run(
         [sys.executable, "-m", "tests.reshard.sglang_loaders", str(tmp_path)],
         input=json.dumps(cases),
@@ -136,9 +168,9 @@ def test_sglangs_loaders_hold_what_the_page_says(added: Family, tmp_path: Path) 
         timeout=900,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
-    for number, mesh in enumerate(meshes):
+    for number, (shape, mesh, tensors) in enumerate(served):
         layout, found = sglang_layout(shape, mesh), load_file(tmp_path / f"{number}.safetensors")
-        for rank in layout.rank_ids:
+        for rank in range(mesh.size):
             ours = held_by(layout, rank, tensors)
             assert {f"{rank}/{name}" for name in ours} == {
                 name for name in found if name.startswith(f"{rank}/")
