@@ -54,16 +54,21 @@ class Row:
         return Pipeline.uneven(layers, pp, first=self.first, last=self.last)
 
 
-def _attention_dp(tp: int, servers: int, groups: int | None = None) -> ServerMesh:
-    """Servers with `groups` copies of the attention, by default one on every rank."""
+def _attention_dp(
+    tp: int, servers: int, groups: int | None = None, dense_whole: bool = True
+) -> ServerMesh:
+    """Servers with `groups` copies of the attention, by default one on every rank.
+
+    `dense_whole` is for families with dense layers and a shared expert.
+    """
     return ServerMesh(
         tp=tp,
         ep=tp,
         attention_dp=groups or tp,
         servers=servers,
         dp_head=True,
-        dense_whole=True,
-        shared_whole=True,
+        dense_whole=dense_whole,
+        shared_whole=dense_whole,
     )
 
 
@@ -140,12 +145,17 @@ ROWS = (
     # More of the kinds that differ: small servers, copies of the attention, experts cut over tp,
     # and learner and servers on the same GPUs.
     Row("qwen3-30b-32xtp2", models.QWEN3_30B, _QWEN_LEARNER, ServerMesh(tp=2, servers=32)),
-    Row("qwen3-30b-dp-attention-2xtp8", models.QWEN3_30B, _QWEN_LEARNER, _attention_dp(8, 2)),
+    Row(
+        "qwen3-30b-dp-attention-2xtp8",
+        models.QWEN3_30B,
+        _QWEN_LEARNER,
+        _attention_dp(8, 2, dense_whole=False),
+    ),
     Row(
         "qwen3-235b-dp-attention-8xtp8",
         models.QWEN3_235B,
         LearnerMesh(tp=4, pp=4, dp=4, ep=16),
-        _attention_dp(8, servers=8, groups=2),
+        _attention_dp(8, servers=8, groups=2, dense_whole=False),
         first=23,
         last=23,
     ),
