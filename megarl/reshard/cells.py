@@ -25,6 +25,13 @@ Holder = tuple[int, int, int]
 BATCH = 512  # boxes compared at a time with all of the other side, to bound memory
 
 
+def _freeze(part: object) -> None:
+    """Make the arrays read-only: plans are kept and shared."""
+    for value in vars(part).values():
+        if isinstance(value, np.ndarray):
+            value.setflags(write=False)
+
+
 @dataclass(frozen=True)
 class Pieces:
     """One side's pieces of one kind of block, a row each.
@@ -43,6 +50,9 @@ class Pieces:
     piece: Ints
     box: Ints
     holders: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        _freeze(self)
 
     @cached_property
     def first_row(self) -> Ints:
@@ -109,6 +119,9 @@ class Pairing:
     flow_source: Ints
     flow_destination: Ints
     flow_bytes: Ints
+
+    def __post_init__(self) -> None:
+        _freeze(self)
 
     @property
     def num_flows(self) -> int:

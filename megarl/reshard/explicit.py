@@ -57,6 +57,10 @@ def explicit_layout(kind: str, table: BlockTable, ranks: Sequence[RankLayout]) -
     template. Raises LayoutError where a local tensor holds pieces of two blocks or of no parameter,
     and where a rank has two tensors of one name.
     """
+    numbers = [rank.rank for rank in ranks]
+    if len(set(numbers)) != len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise LayoutError(f"{kind}: rank {twice} is written out twice")
     home = {
         parameter.name: (number, own.name)
         for number, block in enumerate(table.blocks)

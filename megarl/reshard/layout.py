@@ -155,6 +155,11 @@ class Layout:
         return tuple(sorted({rank for stage in self.stages for rank in stage}))
 
     @cached_property
+    def rank_set(self) -> frozenset[int]:
+        """All ranks, to be looked up."""
+        return frozenset(self.rank_ids)
+
+    @cached_property
     def ranks(self) -> tuple[RankLayout, ...]:
         """What each rank holds, written out, in rank order."""
         return tuple(self.rank(rank) for rank in self.rank_ids)

@@ -25,7 +25,7 @@ class Placement:
     destination: Mapping[int, Device]
 
     def check(self, source: Layout, destination: Layout) -> None:
-        """Raise LayoutError where a rank of the layouts has no device."""
+        """Raise LayoutError where a rank of the layouts has no device, or a device no rank."""
         for side, layout, known in (
             ("source", source, self.source),
             ("destination", destination, self.destination),
@@ -35,6 +35,12 @@ class Placement:
                 raise LayoutError(
                     f"placement: {len(missing)} {side} ranks of {layout.kind} have no device, the "
                     f"first is rank {missing[0]}; give every rank a node and a GPU"
+                )
+            strange = [rank for rank in known if rank not in layout.rank_set]
+            if strange:
+                raise LayoutError(
+                    f"placement: {len(strange)} {side} ranks are not of {layout.kind}, the first "
+                    f"is rank {strange[0]}; make the placement of these two layouts, source first"
                 )
 
     @property

@@ -9,13 +9,12 @@ proof. Knows nothing of bytes in memory, transports or engines.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 
-from megarl.actor.parameters import Parameter
+from megarl.actor.parameters import element_bytes
 from megarl.errors import LayoutError
 from megarl.reshard.cells import Pairing, Pieces, pair
 from megarl.reshard.layout import Ints, Layout, num_elements
@@ -28,14 +27,15 @@ from megarl.reshard.routes import Placed, Route, Segment, Traffic, route
 __all__ = ["Move", "Plan", "make_plan", "minimum_elements", "prove_moves"]
 
 PLANNER = b"megarl planner 3"  # raise it when the same layouts would give another plan
+MOST = 2**62  # bytes of a model: sums of a few of them are counted in 64 bits
 CHUNK_BYTES = 64 << 20  # of one cell; larger ones are cut, so that they can be shared out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """All copies from `source` to `destination`, both of whose ranks stand where `placement` says.
 
-    `routes[s][f]` is how flow f of the pairing of segment s travels.
+    `routes[s][f]` is how flow f of the pairing of segment s travels. Plans of one digest are equal.
     """
 
     source: Layout
@@ -47,6 +47,12 @@ class Plan:
     segments: tuple[Segment, ...]
     routes: tuple[tuple[Route, ...], ...]
     traffic: Traffic
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @cached_property
     def digest(self) -> str:
@@ -78,11 +84,13 @@ class Plan:
         return tuple(move for rank in self.destination.rank_ids for move in self.receives(rank))
 
     def operations_to(self, rank: int) -> Operations:
-        """Destination rank `rank`'s part: all copies into it."""
+        """Destination rank `rank`'s part: all copies into it. LayoutError for no rank of it."""
+        _check_rank(self.destination, rank)
         return operations_to(self, rank)
 
     def operations_from(self, rank: int) -> Operations:
-        """Source rank `rank`'s part: all copies out of it."""
+        """Source rank `rank`'s part: all copies out of it. LayoutError for no rank of it."""
+        _check_rank(self.source, rank)
         return operations_from(self, rank)
 
     def receives(self, rank: int) -> tuple[Move, ...]:
@@ -116,18 +124,24 @@ def make_plan(
     placement: Placement | None = None,
     policy_bytes: int = 2,
     chunk_bytes: int = CHUNK_BYTES,
+    partial: bool = False,
 ) -> Plan:
     """The proved plan from one layout to another.
 
     Without a placement all ranks are on one node, each on a device of its own. `policy_bytes` are
-    those of an element in the policy's precision. Raises LayoutError where the destination has
-    parameters that the source has not, where nobody holds what is needed, and where the proof
-    fails.
+    those of an element in the policy's precision. Both sides have the same parameters, but that a
+    destination may lack MTP layers; with `partial` it may lack any (a draft model). Raises
+    LayoutError where they have not, where nobody holds what is needed, and where the proof fails.
     """
     placement = placement or Placement.one_node(source, destination)
     placement.check(source, destination)
-    if chunk_bytes < 1 or policy_bytes < 1:
-        raise LayoutError(f"policy_bytes={policy_bytes}, chunk_bytes={chunk_bytes}: give 1 or more")
+    for name, value, most in (
+        ("policy_bytes", policy_bytes, 16),
+        ("chunk_bytes", chunk_bytes, MOST),
+    ):
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise LayoutError(f"{name} is {value}; give a whole number from 1 to {most}")
+    _check_tables(source, destination, policy_bytes, partial)
     pairings, segments = _pairings(source, destination, policy_bytes, chunk_bytes)
     routes, traffic = route(pairings, segments, placement)
     plan = Plan(
@@ -154,7 +168,6 @@ def _pairings(
     source: Layout, destination: Layout, policy_bytes: int, chunk_bytes: int
 ) -> tuple[tuple[Pairing, ...], tuple[Segment, ...]]:
     """One pairing for each pair of templates, one segment for each pair of stages it is used in."""
-    _check_tables(source, destination)
     given, taken = _sites_by_block(source), _sites_by_block(destination)
     numbers = {block: number for number, block in enumerate(source.table.blocks)}
     found: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
@@ -199,24 +212,51 @@ def _pairings(
     return tuple(pairings), segments
 
 
-def _check_tables(source: Layout, destination: Layout) -> None:
-    def sizes(parameters: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
-        return {parameter.name: parameter.shape for parameter in parameters}
-
+def _check_tables(source: Layout, destination: Layout, policy_bytes: int, partial: bool) -> None:
+    """Raise LayoutError unless both lay out the same parameters, in the same precision."""
     have, want = source.table, destination.table
-    known = set(have.blocks)
-    strange = [block for block in want.blocks if block not in known]
-    wrong = [
-        name
-        for kind, parameters in want.kinds.items()
-        for name, shape in sizes(parameters).items()
-        if sizes(have.kinds.get(kind, ())).get(name) != shape
-    ]
-    if strange or wrong:
-        first = f"block {strange[0].kind} {strange[0].layer}" if strange else wrong[0]
+
+    def refuse(found: str) -> LayoutError:
+        return LayoutError(
+            f"{source.kind} and {destination.kind} lay out different parameters: {found}; build "
+            "both from one model shape"
+        )
+
+    for block in want.blocks:
+        if block not in set(have.blocks):
+            raise refuse(f"the first has no block {block.kind} {block.layer}")
+    lacking = [b for b in have.blocks if b not in set(want.blocks) and b.kind != "mtp"]
+    if lacking and not partial:
+        raise refuse(f"the second has no block {lacking[0].kind} {lacking[0].layer}")
+    for kind, parameters in want.kinds.items():
+        ours = {parameter.name: parameter for parameter in have.kinds.get(kind, ())}
+        for parameter in parameters:
+            other = ours.pop(parameter.name, None)
+            if other is None or (other.shape, other.precision) != (
+                parameter.shape,
+                parameter.precision,
+            ):
+                first = "is missing" if other is None else f"{list(other.shape)} {other.precision}"
+                raise refuse(
+                    f"{parameter.name} {first} in the first, {list(parameter.shape)} "
+                    f"{parameter.precision} in the second"
+                )
+        if ours and not partial:
+            raise refuse(f"{next(iter(ours))} is missing in the second")
+    sizes = [(p.num_elements, element_bytes(p, policy_bytes)) for p in destination.parameters]
+    total = sum(number * width for number, width in sizes)
+    if not min((number for number, _ in sizes), default=1) > 0 or total > MOST:
         raise LayoutError(
-            f"{source.kind} and {destination.kind} lay out different parameters (first {first}); "
-            "build both from one model shape"
+            f"{destination.kind}: parameters of {total} bytes in all cannot be planned; each needs "
+            f"at least one element, and all together at most {MOST} bytes"
+        )
+
+
+def _check_rank(layout: Layout, rank: int) -> None:
+    if rank not in layout.rank_set:
+        raise LayoutError(
+            f"{layout.kind} has no rank {rank}; its {len(layout.rank_ids)} ranks are "
+            f"{layout.rank_ids[0]} to {layout.rank_ids[-1]}"
         )
 
 

@@ -61,7 +61,7 @@ def prove_layout(layout: Layout) -> None:
         for kind, parameters in layout.table.kinds.items()
     }
     stages: dict[int, tuple[int, ...]] = {}  # for each template the smallest stage that has it
-    names: dict[tuple[int, str], list[ShardedTensor]] = {}
+    names: dict[str, list[tuple[int, ShardedTensor]]] = {}
     for site in layout.sites:
         stage, template = layout.stages[site.stage], layout.templates[site.template]
         stages[site.template] = min(stages.get(site.template, stage), stage, key=len)
@@ -71,19 +71,32 @@ def prove_layout(layout: Layout) -> None:
                 f"{template.kind}"
             )
         for tensor in template.tensors:
-            names.setdefault((site.stage, site.name(tensor.name)), []).append(tensor)
-    for (number, name), tensors in names.items():
-        if len(tensors) > 1:
-            holders = [i for tensor in tensors for shard in tensor.shards for i in shard.holders]
-            twice = [i for i in holders if holders.count(i) > 1]
-            if twice:
-                rank = layout.stages[number][twice[0]]
-                raise LayoutError(f"{layout.kind}: rank {rank} has two tensors of the name {name}")
+            names.setdefault(site.name(tensor.name), []).append((site.stage, tensor))
     for number, stage in stages.items():
         template = layout.templates[number]
         for tensor in template.tensors:
             for shard in tensor.shards:
                 _check_shard(layout, tensor, shard, shapes[template.kind], stage)
+    _check_names(layout, names)
+
+
+def _check_names(layout: Layout, names: dict[str, list[tuple[int, ShardedTensor]]]) -> None:
+    """Raise LayoutError where a rank has two tensors of one name, or one tensor twice."""
+    for stage in layout.stages:
+        if len(set(stage)) != len(stage):
+            raise LayoutError(f"{layout.kind}: a rank stands twice in stage {list(stage)[:8]}")
+    apart = sum(map(len, layout.stages)) == len(layout.rank_ids)  # no rank is in two stages
+    for name, places in names.items():
+        if apart and len({number for number, _ in places}) == len(places):
+            places = [places[0]] if len({id(tensor) for _, tensor in places}) == 1 else places
+        held: set[int] = set()
+        for number, tensor in places:
+            for shard in tensor.shards:
+                for position in shard.holders:
+                    rank = layout.stages[number][position]
+                    if rank in held:
+                        raise LayoutError(f"{layout.kind}: rank {rank} has {name} twice")
+                    held.add(rank)
 
 
 def _check_shard(
@@ -125,7 +138,16 @@ def prove_blocks(plan: Plan) -> None:
     seen: set[int] = set()
     templates: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for segment in plan.segments:
+        if not 0 <= segment.pairing < len(plan.pairings):
+            raise LayoutError(f"plan: there is no pairing {segment.pairing}")
         for placed in segment.blocks:
+            numbers = (
+                (placed.block, len(destination.table.blocks)),
+                *((site, len(source.sites)) for site in placed.source),
+                *((site, len(destination.sites)) for site in placed.destination),
+            )
+            if not all(0 <= number < count for number, count in numbers):
+                raise LayoutError(f"plan: {placed} is not of these layouts")
             ours, theirs = placed.source, placed.destination
             block = destination.table.blocks[placed.block]
             for layout, sites, stages in (
@@ -207,6 +229,8 @@ class _Cells:
         columns = (side.parameter, side.site, side.tensor, side.shard, side.piece, side.holders)
         low, high, at = side.low.tolist(), side.high.tolist(), side.at.tolist()
         for i, (number, s, t, h, p, holders) in enumerate(zip(*columns, strict=True)):
+            if min(number, s, t, h, p) < 0:
+                raise LayoutError(f"plan: row {i} of {self.block.kind} blocks counts from behind")
             tensor = layout.templates[layout.sites[sites[s]].template].tensors[t]
             shard = tensor.shards[h]
             piece = shard.pieces[p]
@@ -237,6 +261,7 @@ class _Cells:
         wrong = (
             (self.pairing.parameter[cell] != side.parameter[row])
             | (self.pairing.low[cell] < side.low[row]).any(axis=1)
+            | (self.pairing.low[cell] >= self.pairing.high[cell]).any(axis=1)
             | (self.pairing.high[cell] > side.high[row]).any(axis=1)
         )
         if wrong.any():
@@ -303,7 +328,7 @@ class _Cells:
                     end = np.concatenate([end, np.array([b[1] for _, b in paddings])])
                 shape = (1,) * (dims - len(tensor.shape)) + tensor.shape
                 bad = untiled(part, first, end, shape, len(tensor.shards))
-                if bad >= 0:
+                if bad is not None:
                     self._say_untiled(
                         s, tensor, bad, mine[part[: len(mine)] == bad], cells, low, high
                     )

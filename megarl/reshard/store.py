@@ -34,6 +34,18 @@ _CLASSES: Mapping[str, type] = {
     )
 }  # fmt: skip
 
+_BROKEN = (
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+)
+
 _kept: OrderedDict[str, Plan] = OrderedDict()
 
 
@@ -79,9 +91,9 @@ def from_json(text: str) -> Plan:
         plan = _Reader(body["objects"]).decode(body["plan"])
         if not isinstance(plan, Plan) or plan.digest != body["digest"]:
             raise LayoutError("this plan was changed since it was written; make it again")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        prove_plan(plan)
+    except _BROKEN as error:
         raise LayoutError(f"this is no plan ({type(error).__name__}: {error})") from error
-    prove_plan(plan)
     return plan
 
 

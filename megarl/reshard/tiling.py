@@ -63,18 +63,20 @@ def shown(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{end}" for start, end in box) + "]"
 
 
-def untiled(part: Ints, low: Ints, high: Ints, shape: Sequence[int], num_parts: int) -> int:
-    """The first of `num_parts` tensors of one `shape` that its boxes do not tile exactly, or -1.
+def untiled(part: Ints, low: Ints, high: Ints, shape: Sequence[int], num_parts: int) -> int | None:
+    """The first of `num_parts` tensors of one `shape` that its boxes do not tile exactly, or None.
 
     Row i is the box [low[i], high[i]) of tensor part[i]. Each element is counted: a box adds one at
     its first corner and takes it away behind its others, on a grid of all edges, and sums along the
     dims give every grid cell its count, which must be one.
 
     >>> untiled(np.array([0, 0]), np.array([[0], [2]]), np.array([[2], [4]]), [4], 1)
-    -1
     >>> untiled(np.array([0, 0]), np.array([[0], [1]]), np.array([[2], [4]]), [4], 1)
     0
     """
+    if len(part) == num_parts == 1 and part[0] == 0:  # most tensors are one whole box
+        whole = not low.any() and bool((high == np.array(shape, np.int64)).all())
+        return None if whole else 0
     outside = ((low < 0) | (high > np.array(shape, np.int64)) | (low >= high)).any(axis=1)
     if outside.any():
         return int(part[outside].min())
@@ -92,4 +94,4 @@ def untiled(part: Ints, low: Ints, high: Ints, shape: Sequence[int], num_parts: 
         np.cumsum(grid, axis=dim, out=grid)
     inner = grid[(slice(None), *(slice(0, size - 1) for size in sizes))]
     wrong = (inner != 1).reshape(num_parts, -1).any(axis=1)
-    return int(wrong.argmax()) if wrong.any() else -1
+    return int(wrong.argmax()) if wrong.any() else None

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.actor.parameters import Parameter
+from megarl.actor.parameters import BlockTable, Parameter, block_table
+from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
 from megarl.reshard.explicit import explicit_layout, full_layout, one_block
 from megarl.reshard.layout import (
@@ -27,6 +29,7 @@ from megarl.reshard.layout import (
 )
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.reshard.placement import Placement
 from megarl.reshard.plan import Plan, make_plan, minimum_elements
 from megarl.reshard.sglang import sglang_layout
 from tests.reshard.models import assert_equal, execute, held, tiny_shape
@@ -115,7 +118,88 @@ def test_sends_and_receives_are_the_same_moves() -> None:
     between = [m for src in range(4) for dst in range(2) for m in plan.between(src, dst)]
     assert set(sent) == set(received) == set(between) == set(plan.moves)
     assert len(sent) == len(received) == len(between) == len(plan.moves)
-    assert plan.sends(99) == ()
+
+
+def test_rank_that_does_not_exist_has_no_part_of_the_plan() -> None:
+    source = megatron_layout(tiny_shape(), LearnerMesh(tp=2))
+    plan = make_plan(source, sglang_layout(tiny_shape(), ServerMesh(2)))
+    for part in (plan.sends, plan.receives, plan.operations_from, plan.operations_to):
+        with pytest.raises(LayoutError, match=r"has no rank 99; its 2 ranks are 0 to 1"):
+            part(99)
+
+
+def test_placement_of_other_layouts_is_refused() -> None:
+    source = megatron_layout(tiny_shape(), LearnerMesh(tp=2))
+    destination = sglang_layout(tiny_shape(), ServerMesh(4))
+    with pytest.raises(LayoutError, match="ranks are not of megatron"):
+        make_plan(source, destination, Placement.apart(destination, source))
+    with pytest.raises(LayoutError, match="have no device"):
+        make_plan(destination, source, Placement.apart(source, destination))
+
+
+def test_plans_of_one_digest_are_equal() -> None:
+    source = megatron_layout(tiny_shape(), LearnerMesh(tp=2))
+    destination = sglang_layout(tiny_shape(), ServerMesh(2))
+    plan = make_plan(source, destination)
+    assert plan == make_plan(source, destination)
+    assert plan != make_plan(source, destination, policy_bytes=4)
+    assert len({plan, make_plan(source, destination)}) == 1
+
+
+def test_arrays_of_a_plan_cannot_be_written() -> None:
+    source = megatron_layout(tiny_shape(), LearnerMesh(tp=2))
+    plan = make_plan(source, sglang_layout(tiny_shape(), ServerMesh(2)))
+    with pytest.raises(ValueError, match="read-only"):
+        plan.pairings[0].low[:] = 0
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "words"),
+    [
+        (tiny_shape(), tiny_shape(tie_embeddings=True), "no block head"),
+        (tiny_shape(tie_embeddings=True), tiny_shape(), "no block head"),
+        (tiny_shape(), tiny_shape(num_layers=1), "no block dense 1"),
+        (tiny_shape(), tiny_shape(qk_norm=False), r"q_norm.weight is missing in the second"),
+        (tiny_shape(qk_norm=False), tiny_shape(), r"q_norm.weight is missing in the first"),
+        (tiny_shape(), tiny_shape(vocab_size=99), r"\[100, 8\] policy in the first, \[99, 8\]"),
+    ],
+)
+def test_layouts_of_different_policies_are_not_planned(
+    source: ModelShape, destination: ModelShape, words: str
+) -> None:
+    with pytest.raises(LayoutError, match=words):
+        make_plan(megatron_layout(source, LearnerMesh()), sglang_layout(destination, ServerMesh()))
+
+
+def test_float8_numbers_are_not_copied_into_another_precision() -> None:
+    shape = tiny_shape()
+    float8, policy = (full_layout(block_table(shape, block)) for block in ((4, 4), None))
+    for source, destination in ((float8, policy), (policy, float8)):
+        with pytest.raises(LayoutError, match=r"float8 in the (first|second)"):
+            make_plan(source, destination)
+
+
+def test_part_of_a_policy_is_planned_where_that_is_asked_for() -> None:
+    source = full_layout(block_table(tiny_shape()))
+    table = BlockTable(source.table.blocks[:1], {"embedding": source.table.kinds["embedding"]})
+    part = full_layout(table)
+    with pytest.raises(LayoutError, match="no block dense 0"):
+        make_plan(source, part)
+    assert len(make_plan(source, part, partial=True).moves) == 1
+
+
+@pytest.mark.parametrize("value", [0, 17, 2.5, 10**18])
+def test_element_of_impossible_size_is_refused(value: Any) -> None:
+    whole = full_layout(block_table(tiny_shape()))
+    with pytest.raises(LayoutError, match="policy_bytes"):
+        make_plan(whole, whole, policy_bytes=value)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2**62, 2)])
+def test_parameters_that_cannot_be_counted_are_refused(shape: tuple[int, ...]) -> None:
+    whole = full_layout(one_block((Parameter("w", shape, "gate"),)))
+    with pytest.raises(LayoutError, match="cannot be planned"):
+        make_plan(whole, whole)
 
 
 def test_llama_70b_on_128_ranks_is_planned_and_proved_in_seconds() -> None:

@@ -12,6 +12,7 @@ from megarl.actor.parameters import Block, BlockTable, Parameter
 from megarl.errors import LayoutError
 from megarl.reshard.cells import Pairing
 from megarl.reshard.explicit import full_layout
+from megarl.reshard.layout import BlockLayout, Layout, Piece, Shard, ShardedTensor, Site
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.placement import Placement
@@ -284,3 +285,53 @@ def test_parameters_of_one_name_in_two_kinds_of_blocks_keep_their_own_shapes() -
         }
         layout = full_layout(BlockTable(blocks, kinds))
         prove_plan(make_plan(layout, layout))
+
+
+WHOLE = BlockTable(
+    (Block("a", 0), Block("a", 1)), {"a": (Parameter("layers.{layer}.w", (4,), "w"),)}
+)
+
+
+def held_by(*holders: tuple[int, ...]) -> ShardedTensor:
+    """A tensor L whose shards all hold the whole of w."""
+    piece = Piece("layers.{layer}.w", ((0, 4),), "L", (0,))
+    return ShardedTensor("L", (4,), tuple(Shard(h, (piece,)) for h in holders))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "places"),
+    [
+        (held_by((0,), (0,)), ((0,), (1,)), (0, 1)),
+        (held_by((0, 0)), ((0,), (1,)), (0, 1)),
+        (held_by((0, 1)), ((0, 0), (1, 2)), (0, 1)),
+        (held_by((0,)), ((0,), (0,)), (0, 1)),  # one rank in two stages, with one name in both
+        (held_by((0,)), ((0,),), (0, 0)),
+    ],
+    ids=["two shards", "holder twice", "rank twice in a stage", "two stages", "two blocks"],
+)
+def test_layout_with_a_tensor_twice_on_a_rank_is_refused(
+    tensor: ShardedTensor, stages: tuple[tuple[int, ...], ...], places: tuple[int, int]
+) -> None:
+    sites = tuple(Site(number, stage, 0, number) for number, stage in enumerate(places))
+    layout = Layout("twice", WHOLE, (BlockLayout("a", (tensor,)),), sites, stages)
+    with pytest.raises(LayoutError, match="twice"):
+        make_plan(full_layout(WHOLE), layout)
+
+
+def test_boxes_turned_inside_out_are_refused() -> None:
+    pairing = APART.pairings[number_of("embedding")]
+    side = replace(pairing.destination, shard=pairing.destination.shard * 0 - 1)
+    refused(
+        with_pairing("embedding", low=pairing.high, high=pairing.low, destination=side), "plan:"
+    )
+
+
+def test_pairings_blocks_and_sites_counted_from_behind_are_refused() -> None:
+    segment = APART.segments[0]
+    placed = segment.blocks[0]
+    for spoilt in (
+        replace(segment, pairing=segment.pairing - len(APART.pairings)),
+        replace(segment, blocks=(replace(placed, block=-1), *segment.blocks[1:])),
+        replace(segment, blocks=(replace(placed, source=(-1,)), *segment.blocks[1:])),
+    ):
+        refused(replace(APART, segments=(spoilt, *APART.segments[1:])), "plan:")

@@ -66,3 +66,11 @@ def test_same_layouts_and_placement_are_planned_once() -> None:
     assert cached_plan(SOURCE, DESTINATION, policy_bytes=4) is not first
     apart = Placement.apart(SOURCE, DESTINATION, 4)
     assert cached_plan(SOURCE, DESTINATION, apart) is not first
+
+
+def test_text_that_lost_a_part_is_refused_by_a_sentence() -> None:
+    body = json.loads(to_json(plan()))
+    pieces = next(o for o in body["objects"] if o[0] == "Pieces")
+    pieces[-1] = pieces[-1][:-1]
+    with pytest.raises(LayoutError, match=r"changed|no plan"):
+        from_json(json.dumps(body))
