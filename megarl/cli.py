@@ -21,9 +21,11 @@ from megarl.config.settings import (
     nearest_name,
     setting_groups,
 )
+from megarl.config.toml import shortened
 from megarl.config.violation import Violation
 from megarl.errors import ConfigError, MegarlError
 from megarl.reshard.fabric import DEFAULT, FABRICS, fabric_of
+from megarl.reshard.mesh import MAX_RANKS
 from megarl.rollout.engine_args import violations
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -76,27 +78,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output, such as head, has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
         return 0
 
 
 def _dispatch(given: list[str]) -> int:
     match given:
         case [] | ["-h" | "--help"] | ["help", "-h" | "--help"]:
-            print(USAGE, end="")
+            _print(USAGE)
         case ["--version"]:
-            print(f"megarl {__version__}")
+            _print(f"megarl {__version__}\n")
         case ["train" | "config", *rest] if "-h" in rest or "--help" in rest:
-            print(USAGE)
-            print(_reference(setting_groups()))
+            _print(f"{USAGE}\n{_reference(setting_groups())}\n")
         case ["train", path, *overrides] if not path.startswith("-"):
             return _train(path, overrides)
         case ["config", path, *overrides] if not path.startswith("-"):
-            print(render_config(_load(path, overrides)), end="")
+            _print(render_config(_load(path, overrides)))
         case ["reshard", *rest] if not rest or "-h" in rest or "--help" in rest:
-            print(RESHARD, end="")
+            _print(RESHARD)
         case ["reshard", "explain", path, *rest] if not path.startswith("-"):
-            print(_explain(path, rest))
+            _print(f"{_explain(path, rest)}\n")
         case ["reshard", *_]:
             raise ConfigError(
                 "megarl reshard takes explain and a TOML file first: megarl reshard explain CONFIG"
@@ -106,14 +107,30 @@ def _dispatch(given: list[str]) -> int:
                 f"megarl {command} needs a TOML file first: megarl {command} CONFIG [--name value]"
             )
         case ["help"]:
-            print(_reference(setting_groups()))
+            _print(f"{_reference(setting_groups())}\n")
         case ["help", name]:
-            print(_reference(_matching(name)))
+            _print(f"{_reference(_matching(name))}\n")
         case [command, *_]:
             raise ConfigError(
                 f"{command!r} is no command of megarl; use train, config, reshard or help"
             )
     return 0
+
+
+def _print(text: str) -> None:
+    """Writes to stdout at once, so that a failure is seen here. Raises MegarlError."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _silence_stdout()
+        raise MegarlError(f"stdout: {error.strerror}; write to a place that has room") from error
+
+
+def _silence_stdout() -> None:
+    """What is still in stdout's buffer goes nowhere, or Python would fail on it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _train(path: str, overrides: list[str]) -> int:
@@ -157,9 +174,12 @@ def _flags(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _number(name: str, text: str | None) -> int | None:
-    if text is not None and not (text.isdecimal() and int(text) > 0):
-        raise ConfigError(f"{name} {text}: expected a number from 1 up")
-    return None if text is None else int(text)
+    if text is None:
+        return None
+    digits = text.lstrip("0") if text.isascii() and text.isdecimal() else ""
+    if not digits or len(digits) > len(str(MAX_RANKS)) or int(digits) > MAX_RANKS:
+        raise ConfigError(f"{name} {shortened(text)}: expected a number from 1 to {MAX_RANKS}")
+    return int(digits)
 
 
 def _load(path: str, overrides: list[str]) -> Config:

@@ -12,8 +12,9 @@ from functools import cached_property
 from typing import Literal
 
 from megarl.actor.families import FAMILIES
-from megarl.actor.families.family import Kind, Weight
-from megarl.actor.shape import ModelShape
+from megarl.actor.families.family import Family, Kind, Weight
+from megarl.actor.model_shape import ModelShape
+from megarl.errors import LayoutError
 
 Precision = Literal["policy", "float32", "float8"]
 """Of a parameter: the policy's own, or whatever that is, float32, or float8 in scaled blocks."""
@@ -21,6 +22,16 @@ Precision = Literal["policy", "float32", "float8"]
 STACKED = "*"  # stands in a parameter's name where each expert's tensor has its number
 SCALE_SUFFIX = "_scale_inv"  # a block-quantized tensor's scales, in checkpoints and in SGLang
 HEAD_NAME = "lm_head.weight"  # in checkpoints of all families; a tied one is the embedding again
+SWITCHED: Mapping[str, tuple[Kind, ...]] = {
+    "qkv_bias": ("query_bias", "key_bias", "value_bias"),
+    "qk_norm": ("query_norm", "key_norm"),
+    "low_rank_queries": ("query_down", "query_down_norm", "query_up", "kv_down"),
+    "full_rank_queries": ("query_full", "kv_down_alone"),
+    "shared_experts": ("shared_gate", "shared_up", "shared_down"),
+    "router_bias": ("router_bias",),
+}
+"""Kinds that a policy has or has not by its shape, by what decides. All others it always has."""
+
 FIXED_BYTES: Mapping[Precision, int] = {"float32": 4, "float8": 1}  # whatever the policy's are
 
 
@@ -121,9 +132,15 @@ def block_table(shape: ModelShape, fp8_block: tuple[int, int] | None = None) -> 
     """The blocks of the policy and the parameters of each kind of block.
 
     With `fp8_block` the quantized tensors are float8 in blocks of so many [rows, columns], each
-    followed by its scales, one for a block.
+    followed by its scales, one for a block. Raises LayoutError where such a block has no elements,
+    where the family's own table contradicts its fields (`check_family`), and where the shape has
+    what the family never has, or lacks what it always has.
     """
+    if fp8_block is not None:
+        check_fp8_block(fp8_block)
     family = FAMILIES[shape.architecture]
+    check_family(family)
+    _check_rules(shape, family)
     blocks = _blocks(shape)
     known, flags = sizes(shape), _flags(shape)
     kinds: dict[str, tuple[Parameter, ...]] = {}
@@ -137,6 +154,64 @@ def block_table(shape: ModelShape, fp8_block: tuple[int, int] | None = None) -> 
         block.name(name) for block in blocks if block.kind == "mtp" for name in family.duplicates
     )
     return BlockTable(blocks, kinds, duplicates)
+
+
+def check_family(family: Family) -> None:
+    """Refuse a table with tensors that no policy of the family would have.
+
+    Kinds in `SWITCHED` are there only where the shape says so. Under a family whose fields say
+    never they would be left out on all sides, and a plan without them would be proved. Raises
+    LayoutError for those, and for a kind that stands twice in a block.
+    """
+    latent, deepseek = family.attention == "latent", family.experts == "deepseek"
+    rules = {
+        "qkv_bias": (family.qkv_bias is not False, "qkv_bias=False"),
+        "qk_norm": (family.qk_norm is not False, "qk_norm=False"),
+        "low_rank_queries": (latent, f"attention={family.attention!r}"),
+        "full_rank_queries": (latent, f"attention={family.attention!r}"),
+        "shared_experts": (deepseek, f"experts={family.experts!r}"),
+        "router_bias": (deepseek, f"experts={family.experts!r}"),
+    }
+    never = {
+        kind: field
+        for switch, (possible, field) in rules.items()
+        if not possible
+        for kind in SWITCHED[switch]
+    }
+    for block, part in family.blocks.items():
+        seen: set[Kind] = set()
+        for weight in part.weights:
+            where = f"family {family.architecture}, block {block}: {weight.name}"
+            if weight.kind in seen:
+                raise LayoutError(
+                    f"{where} is a second tensor of kind {weight.kind!r}; give each its own kind"
+                )
+            seen.add(weight.kind)
+            if weight.kind in never:
+                raise LayoutError(
+                    f"{where} is of kind {weight.kind!r}, and {never[weight.kind]} says that there "
+                    "never is one, so no engine would be sent it; change that field, leave the "
+                    "tensor out, or give it a kind of another name (docs/adding-a-model.md)"
+                )
+
+
+def _check_rules(shape: ModelShape, family: Family) -> None:
+    """Refuse a shape that contradicts what its family always or never has."""
+    for field, found, rule in (
+        ("qkv_bias", shape.qkv_bias, family.qkv_bias),
+        ("qk_norm", shape.qk_norm, family.qk_norm),
+    ):
+        if isinstance(rule, bool) and found != rule:
+            raise LayoutError(
+                f"{field} of the shape is {found}, and of family {family.architecture} {rule}; "
+                "give the shape that read_shape reads"
+            )
+
+
+def check_fp8_block(block: tuple[int, int]) -> None:
+    """Raise LayoutError where a float8 block of [rows, columns] has no elements."""
+    if min(block) < 1:
+        raise LayoutError(f"fp8_block is {block}; give rows and columns of a block, from 1 up")
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:
@@ -174,17 +249,17 @@ def sizes(shape: ModelShape) -> dict[str, int]:
 
 def _flags(shape: ModelShape) -> dict[Kind, bool]:
     """For kinds that a family may or may not have: whether this policy has them."""
-    bias, norm, moe, mla = shape.qkv_bias, shape.qk_norm, shape.moe, shape.mla
+    moe, mla = shape.moe, shape.mla
     low_rank = mla is not None and mla.q_lora_rank is not None
-    shared = moe is not None and moe.shared_intermediate_size > 0
-    return {
-        **dict.fromkeys(("query_bias", "key_bias", "value_bias"), bias),
-        **dict.fromkeys(("query_norm", "key_norm"), norm),
-        **dict.fromkeys(("query_down", "query_down_norm", "query_up", "kv_down"), low_rank),
-        **dict.fromkeys(("query_full", "kv_down_alone"), mla is not None and not low_rank),
-        **dict.fromkeys(("shared_gate", "shared_up", "shared_down"), shared),
+    has = {
+        "qkv_bias": shape.qkv_bias,
+        "qk_norm": shape.qk_norm,
+        "low_rank_queries": low_rank,
+        "full_rank_queries": mla is not None and not low_rank,
+        "shared_experts": moe is not None and moe.shared_intermediate_size > 0,
         "router_bias": moe is not None and moe.router_bias,
     }
+    return {kind: has[switch] for switch, kinds in SWITCHED.items() for kind in kinds}
 
 
 def _blocks(shape: ModelShape) -> tuple[Block, ...]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from megarl.actor.config_fields import Fields, is_one_of, read_json
+from megarl.actor.config_fields import MAX_SIZE, Fields, is_integer, is_one_of, read_json, shown
 from megarl.actor.config_rope import read_rope
 from megarl.actor.families import FAMILIES
 from megarl.actor.families.family import Family
@@ -21,6 +21,7 @@ from megarl.actor.model_shape import (
     ModelShape,
     Yarn,
 )
+from megarl.actor.parameters import FIXED_BYTES, block_table
 from megarl.errors import ModelError
 
 __all__ = [
@@ -71,19 +72,28 @@ HONOURED_BY: Mapping[str, frozenset[str]] = {
 FP8 = {"quant_method": ("fp8",), "fmt": ("e4m3",), "activation_scheme": ("dynamic",)}
 
 
+# Far above any model, and small enough for what is counted of it, and tried over it, to stay so.
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 100_000
+MAX_HEADS = 2**16
+MAX_BYTES = 2**62 - 1  # of all parameters in float32, so that offsets and sums fit 64 bits
+
+
 def read_shape(model_dir: str | Path) -> ModelShape:
     """The shape of the checkpoint in folder `model_dir`.
 
     Raises ModelError where the folder or its config.json is missing or broken, where the
-    architecture is none of `FAMILIES`, and where a field changes the mathematics in a way that is
-    not computed.
+    architecture is none of `FAMILIES`, where a field changes the mathematics in a way that is
+    not computed, and where a size is beyond all that is counted here.
     """
     path = Path(model_dir) / "config.json"
     config = read_json(path, required=True)
     family = _family(path, config)
     fields = Fields(path, config)
     _check_fields(fields, family)
-    return _shape(fields, family)
+    shape = _shape(fields, family)
+    _check_bytes(path, shape)
+    return shape
 
 
 def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
@@ -97,9 +107,10 @@ def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        if not all(is_integer(i) for i in ids):
             raise ModelError(
-                f"{folder / name}: eos_token_id is {found!r}; give a token id, or a list of them"
+                f"{folder / name}: eos_token_id is {shown(found)}; give a token id, or a list of "
+                "them"
             )
         return tuple(ids)
     return ()
@@ -110,14 +121,16 @@ def _family(path: Path, config: Mapping[str, object]) -> Family:
     known = ", ".join(FAMILIES)
     found = config.get("architectures")
     if not isinstance(found, list) or len(found) != 1 or not isinstance(found[0], str):
-        raise ModelError(f"{path}: architectures is {found!r}; it must name one of {known}")
+        raise ModelError(f"{path}: architectures is {shown(found)}; it must name one of {known}")
     if found[0] not in FAMILIES:
-        raise ModelError(f"{path}: architecture {found[0]} is not supported; use one of {known}")
+        raise ModelError(
+            f"{path}: architecture {shown(found[0])[1:-1]} is not supported; use one of {known}"
+        )
     family = FAMILIES[found[0]]
     model_type = config.get("model_type", family.model_types[0])
     if model_type not in family.model_types:
         raise ModelError(
-            f"{path}: model_type is {model_type!r} beside architecture {family.architecture}; "
+            f"{path}: model_type is {shown(model_type)} beside architecture {family.architecture}; "
             "engines choose by one or the other, so it must be "
             + " or ".join(repr(known) for known in family.model_types)
         )
@@ -147,7 +160,8 @@ def _check_fields(fields: Fields, family: Family) -> None:
 
 def _shape(fields: Fields, family: Family) -> ModelShape:
     """The shape, once every field of the config has been accounted for."""
-    layers, heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads")
+    layers = fields.size("num_hidden_layers", MAX_LAYERS)
+    heads = fields.size("num_attention_heads", MAX_HEADS)
     mla = _latent_attention(fields) if family.attention == "latent" else None
     kv_heads, head_dim = _heads(fields, family, heads, mla)
     theta, scaling, fraction = read_rope(fields, family)
@@ -175,6 +189,24 @@ def _shape(fields: Fields, family: Family) -> ModelShape:
         num_mtp_layers=_mtp_layers(fields, family),
         fp8_block=_fp8_block(fields, family),
     )
+
+
+def _check_bytes(path: Path, shape: ModelShape) -> None:
+    """Refuse a model whose bytes are beyond 64 bits, which layouts and plans count them in."""
+    table, total = block_table(shape), 0
+    for kind, parameters in table.kinds.items():
+        times = sum(block.kind == kind for block in table.blocks)
+        for parameter in parameters:
+            size = parameter.num_elements * FIXED_BYTES["float32"]
+            total += size * times
+            if total > MAX_BYTES:
+                what = f"{parameter.name} of shape {list(parameter.shape)}"
+                if size <= MAX_BYTES:
+                    what = f"{times} times {what}, with the parameters before it,"
+                raise ModelError(
+                    f"{path}: {what} has more than {MAX_BYTES} bytes in float32; make the sizes "
+                    "in it smaller"
+                )
 
 
 def _has(fields: Fields, rule: bool | str) -> bool:
@@ -251,14 +283,15 @@ def _experts(fields: Fields, family: Family, layers: int) -> MixtureOfExperts | 
 def _qwen3_experts(fields: Fields, layers: int) -> MixtureOfExperts:
     # transformers 5 writes num_experts as num_local_experts.
     older, newer = "num_experts", "num_local_experts"
-    if fields.has(older) and fields.has(newer) and fields.size(older) != fields.size(newer):
+    if fields.has(older) and fields.has(newer) and fields.values[older] != fields.values[newer]:
         raise fields.refusal(newer, f"it contradicts {older}; keep one")
     step = fields.size("decoder_sparse_step") if fields.has("decoder_sparse_step") else 1
     only = fields.values.get("mlp_only_layers", [])
-    if not isinstance(only, list) or any(layer not in range(layers) for layer in only):
+    if not isinstance(only, list) or not all(is_integer(i) and 0 <= i < layers for i in only):
         raise fields.refusal("mlp_only_layers", f"numbers of the {layers} layers are needed")
+    without = frozenset(only)
     return MixtureOfExperts(
-        num_experts=fields.size(newer if fields.has(newer) else older),
+        num_experts=fields.size(newer if fields.has(newer) else older, MAX_EXPERTS),
         experts_per_token=fields.size("num_experts_per_tok"),
         expert_intermediate_size=fields.size("moe_intermediate_size"),
         shared_intermediate_size=0,
@@ -268,14 +301,14 @@ def _qwen3_experts(fields: Fields, layers: int) -> MixtureOfExperts:
         scaling=1.0,
         num_groups=1,
         groups_per_token=1,
-        dense_layers=tuple(i for i in range(layers) if i in only or (i + 1) % step),
+        dense_layers=tuple(i for i in range(layers) if i in without or (i + 1) % step),
     )
 
 
 def _deepseek_experts(fields: Fields, layers: int) -> MixtureOfExperts:
     dense, inner = fields.count("first_k_dense_replace"), fields.size("moe_intermediate_size")
     return MixtureOfExperts(
-        num_experts=fields.size("n_routed_experts"),
+        num_experts=fields.size("n_routed_experts", MAX_EXPERTS),
         experts_per_token=fields.size("num_experts_per_tok"),
         expert_intermediate_size=inner,
         shared_intermediate_size=inner * fields.count("n_shared_experts"),
@@ -291,7 +324,7 @@ def _deepseek_experts(fields: Fields, layers: int) -> MixtureOfExperts:
 
 def _mtp_layers(fields: Fields, family: Family) -> int:
     field = "num_nextn_predict_layers"
-    return fields.count(field) if "mtp" in family.blocks and fields.has(field) else 0
+    return fields.count(field, MAX_LAYERS) if "mtp" in family.blocks and fields.has(field) else 0
 
 
 def _fp8_block(fields: Fields, family: Family) -> tuple[int, int] | None:
@@ -312,8 +345,8 @@ def _fp8_block(fields: Fields, family: Family) -> tuple[int, int] | None:
     block = inner.values.get(key)
     if not inner.has("quant_method") or not isinstance(block, list) or len(block) != 2:
         raise fields.refusal(field, need)
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block):
-        raise inner.refusal(key, "two positive integers are needed")
+    if not all(is_integer(n) and 0 < n <= MAX_SIZE for n in block):
+        raise inner.refusal(key, f"two positive integers are needed, up to {MAX_SIZE}")
     _check_unquantized(inner, family)
     return block[0], block[1]
 

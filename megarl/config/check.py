@@ -45,7 +45,7 @@ def check_config(config: Config) -> list[Violation]:
     except (ModelError, LayoutError) as error:
         found.append(Violation(str(error), ("actor.model",)))
     found += untrained
-    if model.is_dir():
+    if os.path.isdir(model):
         found += check_model_files(config, model)
     found += check_settings(config)
     if shape is not None and not untrained:
@@ -211,8 +211,8 @@ def _reward(config: Config) -> Iterator[Violation]:
 def _file(name: str, path: str, need: str) -> Iterator[Violation]:
     if not path:
         yield Violation(f"{name} is not set; {need}", (name,))
-    elif not Path(path).is_file():
-        found = "is a folder" if Path(path).is_dir() else "does not exist"
+    elif not os.path.isfile(path):
+        found = "is a folder" if os.path.isdir(path) else "does not exist"
         yield Violation(f"{name}: {path} {found}; name an existing file", (name,))
 
 

@@ -58,7 +58,7 @@ def check_model_files(config: Config, model: Path) -> Iterator[Violation]:
     if path.is_file():
         try:
             template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError, AttributeError) as error:
             yield Violation(f"{path} is no JSON object: {error}", ("actor.model",))
             return
     if not template:

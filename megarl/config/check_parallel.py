@@ -7,18 +7,22 @@ Whether a model divides is in `check_model.py` for a run; a layout says it itsel
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 
 from megarl.actor.shape import read_shape
 from megarl.config.schema import Config
 from megarl.config.server_arguments import argument_violations, unknown_arguments
+from megarl.config.toml import shortened
 from megarl.config.transformer_fields import field_violations
 from megarl.config.violation import Violation
 from megarl.errors import ModelError
+from megarl.reshard.mesh import MAX_RANKS
 
 PLANNED = "`megarl reshard explain` plans it"
 TRAINED = "the learner computes with tensor, pipeline and data parallelism only"
+COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 SERVED = "the weight sync writes tensor-parallel servers only"
 
 
@@ -44,7 +48,41 @@ def check_layout(config: Config) -> list[Violation]:
 
 
 def check_ranks(config: Config) -> Iterator[Violation]:
-    """The learner's ranks, and the ways to say which layers a pipeline stage has."""
+    """How many ranks there are, and the ways to say which layers a pipeline stage has."""
+    too_many = list(_too_many(config))
+    yield from too_many
+    if not too_many:
+        yield from _replicas(config)
+    yield from _pipeline(config)
+
+
+def _too_many(config: Config) -> Iterator[Violation]:
+    """Sides of more ranks than are laid out, in words before anything is made of them."""
+    learner, rollout = config.learner.parallel, config.rollout
+    sides = [
+        {f"learner.parallel.{name}": getattr(learner, name) for name in ("tp", "pp", "cp")},
+        {
+            "rollout.servers": rollout.servers,
+            **{
+                f"rollout.parallel.{name}": getattr(rollout.parallel, name) for name in ("tp", "pp")
+            },
+        },
+    ]
+    if config.placement.learner_gpus:
+        sides.append({"placement.learner_gpus": config.placement.learner_gpus})
+    for sizes in sides:
+        ranks = math.prod(sizes.values())
+        if ranks > MAX_RANKS:
+            words = " = ".join((" x ".join(sizes), " x ".join(map(str, sizes.values()))))
+            total = f" = {ranks}" if len(sizes) > 1 else ""
+            yield Violation(
+                f"{words}{total}: megarl lays out {MAX_RANKS} ranks of a side at most; use fewer",
+                tuple(sizes),
+            )
+
+
+def _replicas(config: Config) -> Iterator[Violation]:
+    """The learner's ranks are whole replicas, and their experts' axes divide them."""
     parallel, processes = config.learner.parallel, config.placement.learner_gpus
     names = ["tp", "pp", "cp"] if parallel.cp > 1 else ["tp", "pp"]
     sizes = [getattr(parallel, name) for name in names]
@@ -60,6 +98,11 @@ def check_ranks(config: Config) -> Iterator[Violation]:
         )
     else:
         yield from _experts(config)
+
+
+def _pipeline(config: Config) -> Iterator[Violation]:
+    """Ways to say which layers a pipeline stage has, of which Megatron takes one."""
+    parallel = config.learner.parallel
     ends = ("first_stage_layers", "last_stage_layers")
     given = [f"learner.parallel.{end}" for end in ends if getattr(parallel, end)]
     if parallel.pipeline_layout and given:
@@ -68,6 +111,16 @@ def check_ranks(config: Config) -> Iterator[Violation]:
             f"remove it, or {' and '.join(given)}",
             ("learner.parallel.pipeline_layout", *given),
         )
+    if parallel.pipeline_layout:
+        given.append("learner.parallel.pipeline_layout")
+    fields = config.learner.transformer_config
+    for field in COUNTED_ENDS:
+        if given and fields.get(field):
+            yield Violation(
+                f"learner.transformer_config.{field} = true beside {' and '.join(given)}: Megatron "
+                "counts an end as a layer only where all stages have the same number; remove one",
+                ("learner.transformer_config", *given),
+            )
 
 
 def _experts(config: Config) -> Iterator[Violation]:
@@ -125,6 +178,6 @@ def check_runnable(config: Config) -> Iterator[Violation]:
 
 
 def _not_yet(name: str, found: object, reason: str, use: object) -> Violation:
-    shown = repr(found) if found == "" or name.endswith("pipeline_layout") else found
+    shown = shortened(repr(found)) if found == "" or name.endswith("pipeline_layout") else found
     wanted = "leave it empty" if use == "" else f"use {use}"
     return Violation(f"{name} = {shown}: {reason} as yet; {wanted} ({PLANNED})", (name,))

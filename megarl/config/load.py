@@ -20,6 +20,7 @@ from megarl.config.overrides import COMMAND_LINE, parse_overrides
 from megarl.config.render import toml_value
 from megarl.config.schema import Config
 from megarl.config.settings import all_settings, group_names, unknown_text
+from megarl.config.toml import TomlLimitError, parse_toml, shortened
 from megarl.config.violation import Violation
 from megarl.errors import ConfigError
 
@@ -109,8 +110,8 @@ class _Draft:
             else:
                 self.violations.append(
                     Violation(
-                        f"{name} = {toml_value(value)} ({self.path}): this is a group of "
-                        f"settings; write them under [{name}]"
+                        f"{name} = {shortened(toml_value(value))} ({self.path}): this is a group "
+                        f"of settings; write them under [{name}]"
                     )
                 )
 
@@ -157,19 +158,23 @@ class _Draft:
         else:
             name_shown = name
         return Violation(
-            f"{name_shown} = {toml_value(value)} ({self.sources[name]}): expected {takes}", (name,)
+            f"{name_shown} = {shortened(toml_value(value))} ({self.sources[name]}): expected "
+            f"{takes}",
+            (name,),
         )
 
 
 def _read_toml(path: Path) -> dict[str, object]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror}; name a TOML file with the run's settings"
         ) from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except TomlLimitError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _anchored(name: str, value: object, folder: Path) -> object:

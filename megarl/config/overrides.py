@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.config.settings import Setting, all_settings, unknown_text
+from megarl.config.toml import TomlLimitError, parse_toml, shortened
 
 COMMAND_LINE = "command line"
 
@@ -41,7 +42,9 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            wrong.append(f"{argument!r} ({COMMAND_LINE}): settings have the form --name value")
+            wrong.append(
+                f"{shortened(repr(argument))} ({COMMAND_LINE}): settings have the form --name value"
+            )
             continue
         name, assigned, text = argument.removeprefix("--").partition("=")
         setting, key = find_setting(name)
@@ -51,7 +54,10 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]
         if setting is None:
             wrong.append(unknown_text(name, COMMAND_LINE))
         elif assigned or takes_next:
-            overrides.append(Override(setting, key, parse_value(text, setting)))
+            try:
+                overrides.append(Override(setting, key, parse_value(text, setting)))
+            except TomlLimitError as error:
+                wrong.append(f"{name} = {shortened(text)} ({COMMAND_LINE}): {error}")
         elif setting.kind == "flag":
             overrides.append(Override(setting, key, True))
         else:
@@ -78,6 +84,8 @@ def find_setting(name: str) -> tuple[Setting | None, str]:
 def parse_value(text: str, setting: Setting) -> object:
     """`text` as TOML where it is TOML, else as itself; a text setting takes it as it stands.
 
+    Raises TomlLimitError.
+
     >>> settings = all_settings()
     >>> parse_value("5", settings["run.name"]), parse_value("5", settings["run.seed"])
     ('5', 5)
@@ -88,7 +96,7 @@ def parse_value(text: str, setting: Setting) -> object:
     if setting.kind == "text" and not quoted:
         return text
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
     return parsed["value"] if len(parsed) == 1 else text

@@ -114,6 +114,7 @@ def unknown_arguments(config: Config) -> Iterator[Violation]:
     size = arguments.get("attn_dp_size", 1)
     if size != 1:
         yield _violation("attn_dp_size", size, "megarl sets it; use rollout.parallel.attention_dp")
+    yield from _check_dense(config)
     for name, harmless in LAYOUT_UNKNOWN.items():
         if name not in arguments or arguments[name] in harmless:
             continue
@@ -121,6 +122,15 @@ def unknown_arguments(config: Config) -> Iterator[Violation]:
         if harmless:
             reason += f", or use {' or '.join(_toml(value) for value in harmless)}"
         yield _violation(name, arguments[name], reason)
+
+
+def _check_dense(config: Config) -> Iterator[Violation]:
+    """SGLang takes 1 or its tp_size only, which is as if it were not set (validation_hook.py)."""
+    name, tp = "moe_dense_tp_size", config.rollout.parallel.tp
+    size = config.rollout.engine_args.get(name)
+    if size is not None and not (isinstance(size, int) and size in (1, tp)):
+        allowed = "1" if tp == 1 else f"1 or {tp} (rollout.parallel.tp)"
+        yield _violation(name, size, f"SGLang has dense layers over {allowed} ranks only; use that")
 
 
 def argument_violations(

@@ -110,9 +110,13 @@ def megatron_rank(
 def padded_vocab_size(vocab_size: int, tp: int, vocab_divisor: int = 128) -> int:
     """Rows of Megatron's embedding over all ranks: a multiple of vocab_divisor * tp.
 
+    Raises LayoutError where `vocab_divisor` is below 1.
+
     >>> padded_vocab_size(50257, tp=2)
     50432
     """
+    if vocab_divisor < 1:
+        raise LayoutError(f"megatron: vocab_divisor is {vocab_divisor}; give a number from 1 up")
     unit = vocab_divisor * tp
     return (vocab_size + unit - 1) // unit * unit
 

@@ -7,6 +7,9 @@ from dataclasses import KW_ONLY, dataclass, fields
 
 from megarl.errors import LayoutError
 
+MAX_RANKS = 2**20
+"""Of one side, learner or servers: each rank is written down in a layout."""
+
 
 @dataclass(frozen=True, slots=True)
 class LearnerMesh:
@@ -35,6 +38,7 @@ class LearnerMesh:
     def __post_init__(self) -> None:
         for axis in ("tp", "pp", "dp", "cp", "ep", "etp", "vpp"):
             _check_positive(f"learner mesh: {axis}", getattr(self, axis))
+        _check_most("learner mesh: tp x cp x dp x pp", self.size)
         if self.stage_size % (self.ep * self.etp):
             raise LayoutError(
                 f"learner mesh: ep={self.ep} x etp={self.etp} does not divide the "
@@ -134,6 +138,7 @@ class ServerMesh:
         object.__setattr__(self, "pp_layers", tuple(self.pp_layers))  # a list when read from JSON
         for axis in ("tp", "ep", "attention_dp", "pp", "servers"):
             _check_positive(f"server mesh: {axis}", getattr(self, axis))
+        _check_most("server mesh: servers x tp x pp", self.servers * self.size)
         for axis in ("ep", "attention_dp"):
             if self.tp % getattr(self, axis):
                 raise LayoutError(
@@ -148,6 +153,11 @@ class ServerMesh:
             raise LayoutError(
                 f"server mesh: pp_layers={self.pp_layers} names {len(self.pp_layers)} stages, "
                 f"pp={self.pp}; give one number of layers for each stage"
+            )
+        if any(count < 0 for count in self.pp_layers):
+            raise LayoutError(
+                f"server mesh: pp_layers={self.pp_layers} has {min(self.pp_layers)} layers in a "
+                "stage; give numbers from 0 up"
             )
 
     def __str__(self) -> str:
@@ -225,3 +235,8 @@ class ServerMesh:
 def _check_positive(name: str, value: int) -> None:
     if value < 1:
         raise LayoutError(f"{name} is {value}; give a number of ranks from 1 up")
+
+
+def _check_most(name: str, value: int) -> None:
+    if value > MAX_RANKS:
+        raise LayoutError(f"{name} is {value} ranks; megarl lays out {MAX_RANKS} at most")

@@ -18,7 +18,14 @@ from megarl.errors import LayoutError
 EMBEDDING, LAYER, MTP, LOSS = "E", "t", "m", "L"
 """What a layout string is made of: the embedding, a decoder layer, an MTP layer, the loss."""
 
-_ITEM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d+)|(?P<char>[EtmL|])(?:\*(?P<copies>\d+))?")
+MAX_SYMBOLS = 100_000
+"""Of a layout string, written out: it is spelled before it is compared with a model."""
+
+MAX_SHOWN = 80  # characters of a layout string in an error
+
+_ITEM = re.compile(
+    r"\((?P<group>[^()]+)\)\*(?P<times>[0-9]+)|(?P<char>[EtmL|])(?:\*(?P<copies>[0-9]+))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +193,13 @@ class Pipeline:
         >>> [(c.first, c.end, c.num_mtp) for _, _, c in written]
         [(0, 3, 0), (3, 5, 0), (5, 7, 0), (7, 7, 1), (7, 7, 0)]
         """
+        if pp < 1:
+            raise LayoutError(f"pipeline: pp is {pp}; use 1 or more")
         written = _expand(layout).split("|")
         if len(written) % pp:
             raise LayoutError(
-                f"pipeline layout {layout!r} has {len(written)} chunks; pp={pp} must divide them"
+                f"pipeline layout {_shown(layout)} has {len(written)} chunks; pp={pp} must "
+                "divide them"
             )
         _check_layout(layout, written, pp)
         ends = list(itertools.accumulate(chunk.count(LAYER) for chunk in written))
@@ -232,27 +242,39 @@ def _in_order(sizes: Sequence[int], pp: int, vpp: int, num_mtp: int) -> Pipeline
 def _expand(layout: str) -> str:
     """A layout string without commas and repetitions."""
     text = layout.replace(",", "")
-    parts, at = [], 0
+    parts, at, length = [], 0, 0
     while at < len(text):
         found = _ITEM.match(text, at)
         if found is None:
             raise LayoutError(
-                f"pipeline layout {layout!r}: {text[at:]!r} cannot be read; write E, t, m, L, |, "
-                "x*n, or (..)*n without another ( inside"
+                f"pipeline layout {_shown(layout)}: {_shown(text[at:])} cannot be read; write E, "
+                "t, m, L, |, x*n, or (..)*n without another ( inside"
             )
-        if found["group"] is not None:
-            parts.append(_expand(found["group"]) * int(found["times"]))
-        else:
-            parts.append(found["char"] * int(found["copies"] or 1))
+        unit = found["char"] or _expand(found["group"])
+        digits = (found["times"] or found["copies"] or "1").lstrip("0") or "0"
+        # As many digits are too many; int() refuses thousands of them.
+        times = int(digits) if len(digits) <= len(str(MAX_SYMBOLS)) else MAX_SYMBOLS + 1
+        length += len(unit) * times
+        if length > MAX_SYMBOLS:
+            raise LayoutError(
+                f"pipeline layout {_shown(layout)} has more than {MAX_SYMBOLS} symbols when its "
+                "repetitions are written out; use smaller numbers"
+            )
+        parts.append(unit * times)
         at = found.end()
     return "".join(parts)
+
+
+def _shown(layout: str) -> str:
+    """A layout, or a part of one, in an error: cut short where it is long."""
+    return repr(layout if len(layout) <= MAX_SHOWN else layout[:MAX_SHOWN] + "...")
 
 
 def _check_layout(layout: str, written: Sequence[str], pp: int) -> None:
     """Refuse what Megatron does not build as it is written."""
 
     def refuse(reason: str) -> LayoutError:
-        return LayoutError(f"pipeline layout {layout!r}: {reason}")
+        return LayoutError(f"pipeline layout {_shown(layout)}: {reason}")
 
     flat = "".join(written)
     for name, symbol in (("embedding", EMBEDDING), ("loss", LOSS)):

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megarl.actor.parameters import SCALE_SUFFIX, BlockTable, Parameter
+from megarl.actor.parameters import SCALE_SUFFIX, BlockTable, Parameter, check_fp8_block
 from megarl.errors import LayoutError
 from megarl.reshard.blocks import ScaleBlock, broken, by_tensor, joined, scale_box
 from megarl.reshard.layout import BlockLayout, Box, Layout, ShardedTensor, num_elements, overlap
@@ -83,6 +83,7 @@ _Wanted = Mapping[_Key, tuple[Parameter, Parameter]]  # the float8 weight and it
 
 def _float8(source: BlockTable, destination: BlockTable, block: ScaleBlock) -> _Wanted:
     """The weights that the destination holds as float8 and the source does not, with scales."""
+    check_fp8_block(block)
     wanted = {}
     for kind, parameters in destination.kinds.items():
         theirs = {p.name: p for p in parameters}

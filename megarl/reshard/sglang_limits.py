@@ -6,6 +6,7 @@ models and of its parallel layers, configs/update_config.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 
@@ -13,7 +14,8 @@ from megarl.actor.families import FAMILIES
 from megarl.actor.families.family import Axis
 from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
-from megarl.reshard.mesh import ServerMesh
+from megarl.reshard.mesh import MAX_RANKS, ServerMesh
+from megarl.reshard.notation import elided
 
 APART = "use rollout.engine_args.disable_shared_experts_fusion = true"
 
@@ -71,16 +73,16 @@ def _remedy(shape: ModelShape, mesh: ServerMesh) -> str:
     sizes = (mesh.ep, mesh.attention_dp)
     for ep, attention_dp in (sizes, (1, sizes[1]), (sizes[0], 1), (1, 1)):
         head = mesh.dp_head and attention_dp > 1
+        step, most = math.lcm(ep, attention_dp), MAX_RANKS // (mesh.servers * mesh.pp)
         good = [
-            tp
-            for tp in range(1, attention_dp * shape.num_heads + 1)
-            if tp % ep == tp % attention_dp == 0
-            and _fault(shape, replace(mesh, tp=tp, ep=ep, attention_dp=attention_dp, dp_head=head))
+            str(tp)
+            for tp in range(step, min(attention_dp * shape.num_heads, most) + 1, step)
+            if _fault(shape, replace(mesh, tp=tp, ep=ep, attention_dp=attention_dp, dp_head=head))
             is None
         ]
         if not good:
             continue
-        use = f"use rollout.parallel.tp from {', '.join(map(str, good))}"
+        use = f"use rollout.parallel.tp from {', '.join(elided(good, 24))}"
         if (ep, attention_dp) == sizes:
             return use
         return (

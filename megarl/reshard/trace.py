@@ -11,13 +11,16 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megarl.actor.parameters import HEAD_NAME, STACKED, Block, Parameter
+from megarl.actor.parameters import HEAD_NAME, STACKED, Block, BlockTable, Parameter
 from megarl.errors import LayoutError
 from megarl.reshard.layout import Box, Layout
 from megarl.reshard.moves import LINKS, Link, Move, operations_of
 from megarl.reshard.plan import Plan
 
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(?<=\.experts\.)(?:0|[1-9][0-9]{0,8})(?=\.)")
+_LAYER = re.compile(r"(?<=\.layers\.)(?:0|[1-9][0-9]{0,8})(?=\.)")
+
+MAX_SHOWN = 160  # characters of a name in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,10 @@ def _find(layout: Layout, name: str) -> tuple[Block, Parameter, int | None]:
             f"{name}: the policy's head is tied to its embedding; ask for {embedding}"
         )
     if wanted not in known:
-        nearest = difflib.get_close_matches(wanted, known, n=1, cutoff=0.0)
-        advice = f"the nearest is {nearest[0]}" if nearest else "its table is empty"
-        raise LayoutError(f"{name}: the policy has no such tensor; {advice}")
+        nearest = _nearest(table, wanted[:MAX_SHOWN])
+        advice = f"the nearest is {nearest}" if nearest else "its table is empty"
+        shown = name if len(name) <= MAX_SHOWN else name[:MAX_SHOWN] + "..."
+        raise LayoutError(f"{shown}: the policy has no such tensor; {advice}")
     block, parameter = known[wanted]
     if number is None:
         return block, parameter, None
@@ -110,6 +114,16 @@ def _find(layout: Layout, name: str) -> tuple[Block, Parameter, int | None]:
             f"or for all with {wanted}"
         )
     return block, parameter, expert
+
+
+def _nearest(table: BlockTable, name: str) -> str | None:
+    """The name most like it, of the layer that it names and of the first block of each kind."""
+    blocks = {block.kind: block for block in reversed(table.blocks)}
+    number = _LAYER.search(name)
+    if number is not None:
+        blocks |= {block.kind: block for block in table.blocks if block.layer == int(number[0])}
+    names = [block.name(p.name) for block in blocks.values() for p in table.kinds[block.kind]]
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.0)), None)
 
 
 def _parts(
