@@ -134,7 +134,7 @@ def block_table(shape: ModelShape, fp8_block: tuple[int, int] | None = None) -> 
     With `fp8_block` the quantized tensors are float8 in blocks of so many [rows, columns], each
     followed by its scales, one for a block. Raises LayoutError where such a block has no elements,
     where the family's own table contradicts its fields (`check_family`), and where the shape has
-    what the family never has, or lacks what it always has.
+    what the family never has.
     """
     if fp8_block is not None:
         check_fp8_block(fp8_block)
@@ -196,15 +196,15 @@ def check_family(family: Family) -> None:
 
 
 def _check_rules(shape: ModelShape, family: Family) -> None:
-    """Refuse a shape that contradicts what its family always or never has."""
+    """Refuse a shape with biases or norms that its family's table has no tensors for."""
     for field, found, rule in (
         ("qkv_bias", shape.qkv_bias, family.qkv_bias),
         ("qk_norm", shape.qk_norm, family.qk_norm),
     ):
-        if isinstance(rule, bool) and found != rule:
+        if found and rule is False:
             raise LayoutError(
-                f"{field} of the shape is {found}, and of family {family.architecture} {rule}; "
-                "give the shape that read_shape reads"
+                f"{field} of the shape is True, and family {family.architecture} has {field}=False;"
+                " give the shape that read_shape reads, or change the family"
             )
 
 

@@ -14,8 +14,13 @@ from safetensors.torch import save_file
 from transformers.modeling_layers import MtpModel
 
 from megarl.actor.families import FAMILIES
-from megarl.actor.parameters import block_table, parameter_table
+from megarl.actor.families.dense import ENDS, gated_mlp, grouped_query_attention
+from megarl.actor.families.family import Part
+from megarl.actor.families.latent import latent_attention
+from megarl.actor.families.moe import routed_experts, router, shared_experts
+from megarl.actor.parameters import block_table, check_family, parameter_table
 from megarl.actor.shape import ModelShape, read_shape
+from megarl.errors import LayoutError
 from tests.actor.shapes import LATENT, OF_FAMILY, ROUTED, WITH_SHARED, tiny_shape
 
 DENSE = [name for name, family in FAMILIES.items() if family.experts == "none"]
@@ -173,3 +178,58 @@ def test_scales_of_an_fp8_checkpoint_follow_their_tensors() -> None:
     assert scaled["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"].shape == (1, 2)
     plain = {p.name for p in table if p.precision == "policy"}
     assert "model.layers.1.mlp.gate.weight" in plain
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_no_family_has_tensors_that_its_fields_say_it_never_has(architecture: str) -> None:
+    check_family(FAMILIES[architecture])
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "named"),
+    [
+        (
+            grouped_query_attention() + gated_mlp(),
+            {"qkv_bias": True},
+            "q_norm.weight is of kind 'query_norm', and qk_norm=False",
+        ),
+        (
+            grouped_query_attention() + gated_mlp(),
+            {"qk_norm": True},
+            "q_proj.bias is of kind 'query_bias', and qkv_bias=False",
+        ),
+        (
+            latent_attention() + gated_mlp(),
+            {},
+            "q_a_proj.weight is of kind 'query_down', and attention='grouped'",
+        ),
+        (
+            router() + routed_experts(),
+            {"experts": "qwen3"},
+            "e_score_correction_bias is of kind 'router_bias', and experts='qwen3'",
+        ),
+        (
+            shared_experts(),
+            {"experts": "qwen3"},
+            "gate_proj.weight is of kind 'shared_gate', and experts='qwen3'",
+        ),
+        (gated_mlp() + gated_mlp(), {}, "is a second tensor of kind 'mlp_norm'"),
+    ],
+    ids=["norms", "biases", "low ranks", "router bias", "shared experts", "twice"],
+)
+def test_family_whose_tensors_would_be_left_out_everywhere_is_refused(
+    part: Part, fields: dict[str, object], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = FAMILIES["LlamaForCausalLM"]
+    wrong = replace(llama, blocks={"dense": part, **ENDS}, **fields)  # type: ignore[arg-type]
+    monkeypatch.setitem(FAMILIES, llama.architecture, wrong)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError) as error:
+        block_table(tiny_shape(llama.architecture))
+    assert f"family {llama.architecture}, block dense: model.layers." in str(error.value)
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["qkv_bias", "qk_norm"])
+def test_shape_that_has_what_its_family_never_has_is_refused(field: str) -> None:
+    with pytest.raises(LayoutError, match=f"{field} of the shape .* LlamaForCausalLM"):
+        block_table(tiny_shape("LlamaForCausalLM", **{field: True}))

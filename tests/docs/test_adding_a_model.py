@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from megarl.actor.families import FAMILIES
 from megarl.actor.families.family import Family, Served
-from megarl.actor.parameters import block_table
+from megarl.actor.parameters import SWITCHED, block_table, sizes
 from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
 from megarl.reshard.explicit import full_layout
@@ -108,6 +108,27 @@ def server_meshes(family: Family) -> list[ServerMesh]:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_travels_from_files_to_megatron_to_sglang_and_back(architecture: str) -> None:
     assert_travels(shape_of(FAMILIES[architecture]))
+
+
+def test_the_page_lists_the_reserved_kinds_the_dims_and_the_fields_of_a_family() -> None:
+    def first_cells(title: str) -> set[str]:
+        section = PAGE.read_text("utf-8").partition(f"### {title}\n")[2].partition("\n#")[0]
+        rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+        return {word for row in rows for word in re.findall(r"`(\w+)`", row)}
+
+    every = replace(shape_of(FAMILIES["DeepseekV3ForCausalLM"]), moe=WITH_SHARED)
+    assert first_cells("Reserved kinds") == {kind for kinds in SWITCHED.values() for kind in kinds}
+    assert first_cells("Dims") == sizes(every).keys()
+    assert first_cells("Fields of a family") == {field.name for field in fields(Family)}
+
+
+def test_the_pages_family_without_its_flag_is_refused(
+    added: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = replace(added, qk_norm=False)
+    monkeypatch.setitem(FAMILIES, added.architecture, silent)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"HunYuan.*'query_norm', and qk_norm=False"):
+        block_table(shape_of(silent))
 
 
 def test_the_pages_family_travels_as_the_others(added: Family) -> None:

@@ -32,11 +32,15 @@ HEAD = Part(
 )
 
 _QKV = ("query", "key", "value")
-_QKV_BIAS = ("query_bias", "key_bias", "value_bias")
+QKV_BIAS = ("query_bias", "key_bias", "value_bias")
+HEAD_NORMS = ("query_norm", "key_norm")
 
 
 def grouped_query_attention(hf: str = HF, megatron: str = MEGATRON, sglang: str = HF) -> Part:
-    """Queries in groups that share a key and a value; biases and per-head norms where they are."""
+    """Queries in groups that share a key and a value; biases and per-head norms where they are.
+
+    Take `.without(*QKV_BIAS)` or `.without(*HEAD_NORMS)` for a family that never has them.
+    """
     attention, mine, served = f"{hf}self_attn.", f"{megatron}self_attention.", f"{sglang}self_attn."
     return Part(
         (
@@ -60,7 +64,7 @@ def grouped_query_attention(hf: str = HF, megatron: str = MEGATRON, sglang: str 
             Held(f"{mine}linear_qkv.layer_norm_weight", "whole", ("attention_norm",), forms=TE),
             Held(f"{megatron}input_layernorm.weight", "whole", ("attention_norm",), forms=LOCAL),
             Held(f"{mine}linear_qkv.weight", "grouped_qkv", _QKV),
-            Held(f"{mine}linear_qkv.bias", "grouped_qkv", _QKV_BIAS),
+            Held(f"{mine}linear_qkv.bias", "grouped_qkv", QKV_BIAS),
             Held(f"{mine}q_layernorm.weight", "whole", ("query_norm",)),
             Held(f"{mine}k_layernorm.weight", "whole", ("key_norm",)),
             Held(f"{mine}linear_proj.weight", "columns", ("attention_output",)),
@@ -68,7 +72,7 @@ def grouped_query_attention(hf: str = HF, megatron: str = MEGATRON, sglang: str 
         (
             Held(f"{sglang}input_layernorm.weight", "whole", ("attention_norm",)),
             Held(f"{served}qkv_proj.weight", "heads_qkv", _QKV),
-            Held(f"{served}qkv_proj.bias", "heads_qkv", _QKV_BIAS),
+            Held(f"{served}qkv_proj.bias", "heads_qkv", QKV_BIAS),
             Held(f"{served}q_norm.weight", "whole", ("query_norm",)),
             Held(f"{served}k_norm.weight", "whole", ("key_norm",)),
             Held(f"{served}o_proj.weight", "columns", ("attention_output",)),
@@ -101,5 +105,3 @@ def gated_mlp(hf: str = HF, megatron: str = MEGATRON, sglang: str = HF) -> Part:
 
 
 ENDS = {"embedding": EMBEDDING, "final_norm": FINAL_NORM, "head": HEAD}
-
-BLOCKS = {"dense": grouped_query_attention() + gated_mlp(), **ENDS}

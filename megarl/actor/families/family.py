@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = str
-"""What a tensor is in its block, for example "query" or "router_bias"; unique in the block."""
+"""What a tensor is in its block, for example "query" or "router_bias"; unique in the block.
+
+Any word but those of `SWITCHED` in `actor/parameters.py`, which say what they mean there.
+"""
 
 Cut = Literal["whole", "rows", "columns", "vocabulary", "grouped_qkv", "heads_qkv"]
 """How one local tensor is cut from one or more tensors of the policy.
@@ -81,6 +84,16 @@ class Part:
             self.sglang + other.sglang,
         )
 
+    def without(self, *kinds: Kind) -> Part:
+        """The same less these kinds and every local tensor that holds one of them."""
+        return Part(
+            tuple(weight for weight in self.weights if weight.kind not in kinds),
+            *(
+                tuple(held for held in side if not set(kinds).intersection(held.kinds))
+                for side in (self.megatron, self.sglang)
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class FusesShared:
@@ -136,11 +149,13 @@ class Family:
     values that both engines are known to compute alike; any other value is refused. `harmless` are
     fields that matter only beside one of those. `head_dim` and `kv_heads` say what an absent field
     means: "derived" is hidden_size / num_attention_heads, "heads" is num_attention_heads,
-    "required" is an error. `ropes` are the rope_types that are read; `rotary_fraction` what an
-    absent partial_rotary_factor means, None where it can only be 1. `attention` and `experts` say
-    in whose fields a config describes them. `served` is what SGLang does in its own way.
-    `trained` says whether the learner computes it; layouts, plans and conversion work for every
-    family. `duplicates` are names of checkpoint tensors that repeat another: published checkpoints
+    "required" is an error. `qkv_bias` and `qk_norm` are true for always, false for never, or the
+    config field that says so; blocks with such kinds under false are refused (`check_family`).
+    `ropes` are the rope_types that are read; `rotary_fraction` what an absent
+    partial_rotary_factor means, None where it can only be 1. `attention` and `experts` say in
+    whose fields a config describes them. `served` is what SGLang does in its own way. `trained`
+    says whether the learner computes it; layouts, plans and conversion work for every family.
+    `duplicates` are names of checkpoint tensors that repeat another: published checkpoints
     have them, nobody reads them. There `{layer}` is the number of a multi-token prediction layer.
     """
 

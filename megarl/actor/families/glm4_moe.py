@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.actor.families.dense import BLOCKS, grouped_query_attention
+from megarl.actor.families.dense import ENDS, gated_mlp, grouped_query_attention
 from megarl.actor.families.family import Family, FusesShared, Served
 from megarl.actor.families.moe import ALL_TO_ALL, routed_experts, router, shared_experts
 from megarl.actor.families.mtp import (
@@ -36,7 +36,12 @@ GLM4_MOE = Family(
         "topk_method": ("noaux_tc",),
     },
     harmless=frozenset({"output_router_logits", "router_aux_loss_coef"}),
-    blocks={**BLOCKS, "moe": _MOE, "mtp": ENTRY_AND_FINAL_NORM + _MTP_LAYER},
+    blocks={
+        **ENDS,
+        "dense": grouped_query_attention() + gated_mlp(),
+        "moe": _MOE,
+        "mtp": ENTRY_AND_FINAL_NORM + _MTP_LAYER,
+    },
     rotary_fraction=0.5,  # transformers' Glm4MoeConfig
     experts="deepseek",
     served=Served(

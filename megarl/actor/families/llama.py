@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from megarl.actor.families.dense import BLOCKS
+from megarl.actor.families.dense import (
+    ENDS,
+    HEAD_NORMS,
+    QKV_BIAS,
+    gated_mlp,
+    grouped_query_attention,
+)
 from megarl.actor.families.family import Family, Served
+
+_ATTENTION = grouped_query_attention().without(*QKV_BIAS, *HEAD_NORMS)
 
 LLAMA = Family(
     architecture="LlamaForCausalLM",
@@ -23,7 +31,7 @@ LLAMA = Family(
         "partial_rotary_factor": (1, 1.0),
     },
     harmless=frozenset(),
-    blocks=BLOCKS,
+    blocks={"dense": _ATTENTION + gated_mlp(), **ENDS},
     served=Served(pipeline=True, tied="one_stage", head_everywhere=True),
     ropes=("default", "llama3"),
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from megarl.actor.families.dense import BLOCKS
+from megarl.actor.families.dense import ENDS, HEAD_NORMS, gated_mlp, grouped_query_attention
 from megarl.actor.families.family import Family, Served
+
+_ATTENTION = grouped_query_attention().without(*HEAD_NORMS)
 
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
@@ -20,7 +22,7 @@ QWEN2 = Family(
         "partial_rotary_factor": (1, 1.0),
     },
     harmless=frozenset({"sliding_window", "max_window_layers"}),
-    blocks=BLOCKS,
+    blocks={"dense": _ATTENTION + gated_mlp(), **ENDS},
     served=Served(pipeline=True, tied="copy"),
     ropes=("default", "llama3"),
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from megarl.actor.families.dense import BLOCKS
+from megarl.actor.families.dense import ENDS, QKV_BIAS, gated_mlp, grouped_query_attention
 from megarl.actor.families.family import Family, Served
+
+_ATTENTION = grouped_query_attention().without(*QKV_BIAS)
 
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
@@ -21,7 +23,7 @@ QWEN3 = Family(
         "partial_rotary_factor": (1, 1.0),
     },
     harmless=frozenset({"sliding_window", "max_window_layers"}),
-    blocks=BLOCKS,
+    blocks={"dense": _ATTENTION + gated_mlp(), **ENDS},
     served=Served(attention_dp=True, pipeline=True, tied="copy"),
     ropes=("default", "llama3"),
 )

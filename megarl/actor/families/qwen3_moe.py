@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from megarl.actor.families.dense import BLOCKS, grouped_query_attention
+from megarl.actor.families.dense import ENDS, QKV_BIAS, gated_mlp, grouped_query_attention
 from megarl.actor.families.family import Family, Served
 from megarl.actor.families.moe import ALL_TO_ALL, routed_experts, router
+
+_ATTENTION = grouped_query_attention().without(*QKV_BIAS)
+_ROUTER = router().without("router_bias")
 
 QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
@@ -24,7 +27,11 @@ QWEN3_MOE = Family(
     harmless=frozenset(
         {"sliding_window", "max_window_layers", "output_router_logits", "router_aux_loss_coef"}
     ),
-    blocks={**BLOCKS, "moe": grouped_query_attention() + router() + routed_experts()},
+    blocks={
+        **ENDS,
+        "dense": _ATTENTION + gated_mlp(),
+        "moe": _ATTENTION + _ROUTER + routed_experts(),
+    },
     experts="qwen3",
     served=Served(
         attention_dp=True,
