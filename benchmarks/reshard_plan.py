@@ -1,6 +1,7 @@
 """How good the resharding plan is: bytes against the minimum, balance, seconds, and others beside.
 
     python benchmarks/reshard_plan.py [--rows NAME...] [--json] [--no-awex] [--seconds 60]
+    python benchmarks/reshard_plan.py --list
 
 Needs no GPU and moves no bytes: it plans from layouts alone. The last line printed is one JSON
 object; benchmarks/README.md explains its keys. Exits with 1 where the plan sends more than 1.01
@@ -31,6 +32,9 @@ ALLOWED_RATIO = 1.01
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the rows, print tables and the JSON line; the exit status."""
     options = _options(arguments)
+    if options.list:
+        print("\n".join(row.name for row in ROWS))
+        return 0
     rows = [row for row in ROWS if not options.rows or row.name in options.rows]
     folder = None if options.no_awex else fetch(ROOT / ".cache")
     figures = []
@@ -57,14 +61,19 @@ def measure_row(row: Row, num_runs: int, folder: Path | None, limit_s: float) ->
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     names = [row.name for row in ROWS]
-    parser.add_argument("--rows", nargs="+", choices=names, help="these rows instead of all")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="these rows instead of all")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     parser.add_argument("--no-awex", action="store_true", help="leave awex's planner out")
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="limit of one call of awex's planner"
     )
     parser.add_argument("--runs", type=int, default=3, help="timed runs, each in a new process")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name in options.rows or ():
+        if name not in names:
+            parser.error(f"--rows: there is no row {name!r}; --list prints the names")
+    return options
 
 
 if __name__ == "__main__":

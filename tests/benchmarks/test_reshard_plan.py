@@ -5,26 +5,30 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.reshard import models
 from benchmarks.reshard.closed_form import formula_minimum
+from benchmarks.reshard.measure import time_own_plan
 from benchmarks.reshard.minimum import (
     NotHeldError,
     count_need,
     least_busiest,
     least_busiest_ingress,
 )
-from benchmarks.reshard.report import summary, table
-from benchmarks.reshard.rows import Row
+from benchmarks.reshard.report import PLAN_HEADS, summary, table
+from benchmarks.reshard.rows import ROWS, Row
 from benchmarks.reshard.shards import tensors_by_name
-from benchmarks.reshard_plan import measure_row
+from benchmarks.reshard_plan import main, measure_row
 from megarl.actor.parameters import element_bytes
+from megarl.reshard.explain import _copies as copy_counts
 from megarl.reshard.layout import Box, Layout
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.minimum import Nodes
+from megarl.reshard.plan import make_plan
 from megarl.reshard.sglang import sglang_layout
 
 DENSE = replace(
@@ -183,3 +187,36 @@ def test_tiny_row_has_every_figure_and_reaches_the_minimum() -> None:
     assert result["max_ingress_imbalance"] >= 1.0
     assert result["rows"][0]["least_floor_s"] >= least_busiest_ingress(need, nodes) / 50e9
     assert row.name in table([figures])
+    assert result["max_plan_s"] == figures["plan_and_operations_s"]
+    assert "plan_s" not in figures  # it would not be what max_plan_s is the largest of
+    exact = figures["methods"]["shard_p2p"]
+    assert figures["ingress_floor_s"] <= exact["ingress_floor_s"]
+    assert figures["ingress_floor_s"] <= figures["floor_s"]
+
+
+def test_num_operations_are_the_copies_that_explain_counts_of_the_busiest_by_bytes() -> None:
+    row = PAIRS["experts"]
+    plan = make_plan(*row.layouts())
+    own = time_own_plan(row)
+    received, sent = copy_counts(plan)
+    assert own.num_operations == (received[own.busiest[0]], sent[own.busiest[1]])
+
+
+def test_every_name_and_column_that_is_printed_is_in_the_readme() -> None:
+    text = (Path(__file__).parents[2] / "benchmarks" / "README.md").read_text("utf-8")
+    for head in (*PLAN_HEADS[1:], "GPU TB: exact", "megarl, senders too"):
+        assert f"`{head}`" in text, head
+    for key in summary([measure_row(PAIRS["dense, small servers"], 1, None, 0)]):
+        assert f"`{key}`" in text, key
+
+
+def test_help_names_no_row_and_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    assert capsys.readouterr().out.split() == [row.name for row in ROWS]
+    for arguments, status in ((["--help"], 0), (["--rows", "llama-7b"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == status
+        shown = capsys.readouterr()
+        assert ROWS[0].name not in shown.out + shown.err
+    assert "there is no row 'llama-7b'; --list prints the names" in shown.err
