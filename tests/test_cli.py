@@ -236,3 +236,21 @@ def test_help_of_reshard_names_its_options(arguments, capsys) -> None:
     assert main(["reshard", *arguments]) == 0
     out = capsys.readouterr().out
     assert [name for name in ("--tensor", "--fabric", "--json") if name not in out] == []
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "\u0663", "99999999", "1_0", "-1"])
+def test_gpus_per_node_is_a_number_of_a_machine(number: str, capsys) -> None:
+    assert main(["reshard", "explain", LLAMA, "--gpus-per-node", number]) == 2
+    err = capsys.readouterr().err
+    assert "expected a number from 1 to" in err and len(err) < 300
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", ["help", "--version", f"config {EXAMPLE}"])
+def test_output_into_a_full_disk_is_one_line_and_status_1(arguments: str) -> None:
+    command = f"{sys.executable} -m megarl {arguments} > /dev/full"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert answer.returncode == 1
+    assert (
+        answer.stderr == "megarl: stdout: No space left on device; write to a place that has room\n"
+    )

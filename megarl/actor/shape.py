@@ -72,11 +72,12 @@ HONOURED_BY: Mapping[str, frozenset[str]] = {
 FP8 = {"quant_method": ("fp8",), "fmt": ("e4m3",), "activation_scheme": ("dynamic",)}
 
 
-# Far above any model, and small enough for what is counted of it, and tried over it, to stay so.
+# Far above any model of today, and small enough that counts fit 64 bits and a plan a machine.
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 100_000
 MAX_HEADS = 2**16
-MAX_BYTES = 2**62 - 1  # of all parameters in float32, so that offsets and sums fit 64 bits
+MAX_PARAMETER_BYTES = 2**40  # in float32; the experts of a layer are one parameter
+MAX_BYTES = 2**50  # of all parameters, in float32
 
 
 def read_shape(model_dir: str | Path) -> ModelShape:
@@ -192,21 +193,23 @@ def _shape(fields: Fields, family: Family) -> ModelShape:
 
 
 def _check_bytes(path: Path, shape: ModelShape) -> None:
-    """Refuse a model whose bytes are beyond 64 bits, which layouts and plans count them in."""
+    """Refuse what is too large although each size is not: a parameter, or all of them."""
     table, total = block_table(shape), 0
     for kind, parameters in table.kinds.items():
         times = sum(block.kind == kind for block in table.blocks)
         for parameter in parameters:
             size = parameter.num_elements * FIXED_BYTES["float32"]
             total += size * times
-            if total > MAX_BYTES:
-                what = f"{parameter.name} of shape {list(parameter.shape)}"
-                if size <= MAX_BYTES:
-                    what = f"{times} times {what}, with the parameters before it,"
+            if size > MAX_PARAMETER_BYTES:
                 raise ModelError(
-                    f"{path}: {what} has more than {MAX_BYTES} bytes in float32; make the sizes "
-                    "in it smaller"
+                    f"{path}: {parameter.name} of shape {list(parameter.shape)} has {size} bytes "
+                    f"in float32; it can have {MAX_PARAMETER_BYTES} at most, so make a size smaller"
                 )
+    if total > MAX_BYTES:
+        raise ModelError(
+            f"{path}: the model has {total} bytes in float32; it can have {MAX_BYTES} at most, so "
+            "make num_hidden_layers or another size smaller"
+        )
 
 
 def _has(fields: Fields, rule: bool | str) -> bool:

@@ -125,12 +125,15 @@ def unknown_arguments(config: Config) -> Iterator[Violation]:
 
 
 def _check_dense(config: Config) -> Iterator[Violation]:
-    """SGLang takes 1 or its tp_size only, which is as if it were not set (validation_hook.py)."""
+    """SGLang refuses what is neither 1 nor its tp_size, which is as if it were not set.
+
+    Source: sglang 0.5.23, arg_groups/validation_hook.py.
+    """
     name, tp = "moe_dense_tp_size", config.rollout.parallel.tp
     size = config.rollout.engine_args.get(name)
     if size is not None and not (isinstance(size, int) and size in (1, tp)):
-        allowed = "1" if tp == 1 else f"1 or {tp} (rollout.parallel.tp)"
-        yield _violation(name, size, f"SGLang has dense layers over {allowed} ranks only; use that")
+        allowed = "1" if tp == 1 else f"1, or {tp} as rollout.parallel.tp"
+        yield _violation(name, size, f"SGLang takes only {allowed}; use that, or leave it out")
 
 
 def argument_violations(

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 
 from megarl.errors import LayoutError
 
-MAX_RANKS = 2**20
+MAX_RANKS = 2**17
 """Of one side, learner or servers: each rank is written down in a layout."""
 
 

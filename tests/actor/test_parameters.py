@@ -233,3 +233,9 @@ def test_family_whose_tensors_would_be_left_out_everywhere_is_refused(
 def test_shape_that_has_what_its_family_never_has_is_refused(field: str) -> None:
     with pytest.raises(LayoutError, match=f"{field} of the shape .* LlamaForCausalLM"):
         block_table(tiny_shape("LlamaForCausalLM", **{field: True}))
+
+
+@pytest.mark.parametrize("block", [(0, 128), (128, -1)])
+def test_float8_block_without_elements_is_refused(block: tuple[int, int]) -> None:
+    with pytest.raises(LayoutError, match=rf"fp8_block is \({block[0]}, {block[1]}\)"):
+        block_table(tiny_shape("LlamaForCausalLM"), block)

@@ -210,3 +210,51 @@ def test_model_without_end_tokens_has_none(tmp_path: Path) -> None:
 def test_end_token_that_is_no_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="eos_token_id is '</s>'"):
         eos_token_ids(write(tmp_path, eos_token_id="</s>"))
+
+
+def with_raw(folder: Path, field: str, text: str) -> Path:
+    """A config.json with a field whose JSON is `text`, whatever Python would make of it."""
+    path = write(folder, **{field: "@"}) / "config.json"
+    path.write_text(path.read_text().replace('"@"', text))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "words"),
+    [
+        ("label2id", "[" * 100_000 + "]" * 100_000, "nested more than 32 deep"),
+        ("rope_scaling", "[" * 40 + "]" * 40, "nested more than 32 deep"),
+        ("hidden_size", "9" * 5000, "an integer of thousands of digits"),
+        ("hidden_size", "9" * 4000, "it can be 2147483647 at most"),
+        ("hidden_size", "1000000000000", "hidden_size is 1000000000000; it can be 2147483647 at"),
+        ("vocab_size", str(2**63), "vocab_size is 9223372036854775808; it can be"),
+        ("num_hidden_layers", "10000000", "num_hidden_layers is 10000000; it can be 10000 at most"),
+        ("num_attention_heads", str(2**20), "num_attention_heads is 1048576; it can be 65536"),
+        ("rope_theta", "1" + "0" * 400, "finite number"),
+        ("rope_theta", "1e400", "rope_theta is inf; a finite number"),
+        ("rms_norm_eps", "Infinity", "rms_norm_eps is inf; a finite number"),
+        ("rms_norm_eps", "NaN", "rms_norm_eps is nan; a positive number"),
+    ],
+)
+def test_number_beyond_all_bounds_is_refused_in_one_short_line(
+    tmp_path: Path, field: str, text: str, words: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        read_shape(with_raw(tmp_path, field, text))
+    message = str(caught.value)
+    assert words in message
+    assert len(message) < 400 + len(str(tmp_path)) and "\n" not in message
+
+
+def test_sizes_that_are_too_large_together_are_refused_with_their_tensor(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2**20, "intermediate_size": 2**20}
+    refused(
+        write(tmp_path, head_dim=16, **sizes),
+        "mlp.gate_proj.weight of shape [1048576, 1048576] has 4398046511104 bytes",
+        "1099511627776 at most",
+    )
+    refused(
+        write(tmp_path, intermediate_size=2**31 - 1, num_hidden_layers=10_000, head_dim=16),
+        f"the model has {4 * 10_000 * 3 * 64 * (2**31 - 1) // 10**10}",
+        f"{2**50} at most",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,17 @@ def test_form_of_transformers_5_reads_as_the_older_one(tmp_path: Path) -> None:
     partial = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
     glm = read(tmp_path, GLM, {"partial_rotary_factor": ..., "rope_parameters": partial})
     assert glm == read(tmp_path, GLM, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_routed_experts": 2**31}, "n_routed_experts is 2147483648; it can be 100000 at most"),
+        ({"n_shared_experts": 2**31 - 1}, "shared_experts.gate_proj.weight of shape"),
+    ],
+)
+def test_more_experts_than_are_laid_out_are_refused(
+    tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ModelError, match=re.escape(words)):
+        read(tmp_path, KIMI, changes)

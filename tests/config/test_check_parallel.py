@@ -100,3 +100,45 @@ def test_layout_that_does_not_divide_is_named_by_the_layout(place) -> None:
     config = load_layout(place.file, ["--learner.parallel.tp", "3"])
     with pytest.raises(LayoutError, match="4 attention heads do not split"):
         run_layouts(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            "--rollout.servers 99999999999",
+            "rollout.servers x rollout.parallel.tp x rollout.parallel.pp = 99999999999 x 1 x 1 = "
+            "99999999999: megarl lays out 131072 ranks of a side at most",
+        ),
+        (
+            "--placement.learner_gpus 20000000",
+            "placement.learner_gpus = 20000000: megarl lays out 131072 ranks of a side at most",
+        ),
+        (
+            "--learner.parallel.tp 9999999999",
+            "learner.parallel.tp x learner.parallel.pp x learner.parallel.cp = 9999999999 x 1 x 1",
+        ),
+    ],
+)
+def test_more_ranks_than_are_laid_out_are_refused_before_anything_is_made(
+    place, arguments: str, text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_layout(place.file, arguments.split())
+    assert [v for v in caught.value.violations if text in v] == caught.value.violations
+    assert any(text in violation for violation in place.violations(*arguments.split()))
+
+
+@pytest.mark.parametrize("end", ["embedding", "loss"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("first_stage_layers", "1"), ("last_stage_layers", "1"), ("pipeline_layout", "Ettt|tL")],
+)
+def test_counted_end_beside_an_uneven_pipeline_is_refused_as_by_megatron(
+    place, end: str, name: str, value: str
+) -> None:
+    field = f"learner.transformer_config.account_for_{end}_in_pipeline_split"
+    arguments = ["--learner.parallel.pp", "2", f"--learner.parallel.{name}", value]
+    load_layout(place.file, [*arguments, f"--{field}", "false"])
+    with pytest.raises(ConfigError, match=f"{field} = true beside learner.parallel.{name}"):
+        load_layout(place.file, [*arguments, f"--{field}", "true"])

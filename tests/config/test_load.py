@@ -164,3 +164,38 @@ def test_read_config_judges_values_but_not_this_machine(place) -> None:
     assert config.actor.model == "/elsewhere"
     with pytest.raises(ConfigError, match="expected integer"):
         read_config(place.file, ["--run.seed", "x"])
+
+
+TOO_LARGE = "an integer is beyond 64 bits"
+TOO_DEEP = "tables or lists are nested more than 32 deep"
+HOSTILE = [
+    ("9" * 5000, TOO_LARGE),
+    ("0x" + "f" * 5000, TOO_LARGE),
+    (str(2**63), TOO_LARGE),
+    ("[" * 5000 + "]" * 5000, TOO_DEEP),
+    ("[" * 40 + "]" * 40, TOO_DEEP),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), HOSTILE)
+@pytest.mark.parametrize("name", ["rollout.servers", "rollout.engine_args.x", "kl.coef"])
+def test_value_beyond_toml_on_the_command_line_is_refused_and_not_repeated(
+    place, name: str, text: str, words: str
+) -> None:
+    message = place.violation(f"--{name}", text)
+    assert message.startswith(f"{name} = {text[:10]}") and words in message and len(message) < 300
+
+
+@pytest.mark.parametrize(("text", "words"), HOSTILE)
+def test_value_beyond_toml_in_the_file_is_refused(place, append, text: str, words: str) -> None:
+    append(f"[run]\nseed = {text}")
+    assert place.violation().startswith(f"{place.file}: {words}")
+
+
+def test_long_wrong_value_is_shown_in_part(place) -> None:
+    assert len(place.violation("--rollout.servers", "x" * 5000)) < 200
+
+
+def test_path_that_is_too_long_for_the_system_does_not_exist(place) -> None:
+    found = place.violations("--actor.model", "x" * 5000, "--prompts.path", "y" * 5000)
+    assert len([text for text in found if "does not exist" in text]) == 2

@@ -190,3 +190,14 @@ def test_families_say_for_themselves_with_which_exchanges_they_are_known() -> No
     assert {name for name, backends in known.items() if backends} == {
         name for name, family in FAMILIES.items() if family.experts != "none"
     }
+
+
+@pytest.mark.parametrize("size", ["3", "'1'", "1.0"])
+def test_ranks_of_dense_layers_that_sglang_refuses_are_refused(place, size: str) -> None:
+    [text] = refusals(place, "DeepSeek-V3", f"{ARGS}moe_dense_tp_size {size}")
+    assert "SGLang takes only 1, or 8 as rollout.parallel.tp" in text
+
+
+def test_dense_layers_over_all_ranks_are_cut_as_if_nothing_was_said(place) -> None:
+    mesh = mesh_of(place, "DeepSeek-V3", f"{ARGS}moe_dense_tp_size 8")
+    assert mesh == mesh_of(place, "DeepSeek-V3", "")

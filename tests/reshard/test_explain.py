@@ -272,3 +272,13 @@ def test_page_names_the_slowest_resource_and_its_ranks() -> None:
     words = {"nic_in": "network, receiving, at server", "nic_out": "network, sending, at learner"}
     assert words[slowest.resource] in text
     assert "moved / minimum 1.0000" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("number", ["007", "9" * 5000, "\u0663", "1\u0663"])
+def test_only_plain_digits_are_the_number_of_an_expert(number: str) -> None:
+    plan = planned(EXPERTS, MOE_LEARNER, MOE_SERVER, False, 4)
+    with pytest.raises(
+        LayoutError, match="no such tensor; the nearest is model.layers.1"
+    ) as caught:
+        trace(plan, f"model.layers.1.mlp.experts.{number}.up_proj.weight")
+    assert len(str(caught.value)) < 400

@@ -294,3 +294,9 @@ def test_settings_that_change_the_layout_are_fields_of_megatrons_config(megatron
         if defaults[name] not in [repr(v) for v in right]
     }
     assert differ == {"add_bias_linear"}
+
+
+@pytest.mark.parametrize("divisor", [0, -128])
+def test_vocabulary_divisor_below_one_is_refused(divisor: int) -> None:
+    with pytest.raises(LayoutError, match=f"vocab_divisor is {divisor}"):
+        megatron_layout(tiny_shape(), LearnerMesh(), vocab_divisor=divisor)

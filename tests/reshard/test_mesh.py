@@ -91,3 +91,16 @@ def test_expert_replicas_of_a_stage_are_far_apart_and_its_parts_are_neighbours()
     mesh = LearnerMesh(tp=2, dp=4, ep=2, etp=2)
     assert mesh.expert_holders() == (((0, 4), (1, 5)), ((2, 6), (3, 7)))
     assert mesh.dense_holders() == ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: LearnerMesh(tp=8, dp=2**17), lambda: ServerMesh(tp=8, servers=2**17)]
+)
+def test_more_ranks_than_are_laid_out_are_refused(make: type) -> None:
+    with pytest.raises(LayoutError, match="is 1048576 ranks; megarl lays out 131072 at most"):
+        make()
+
+
+def test_negative_layers_of_a_server_stage_are_refused() -> None:
+    with pytest.raises(LayoutError, match="has -1 layers in a stage"):
+        ServerMesh(tp=1, pp=2, pp_layers=(5, -1))
