@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.actor.families import FAMILIES
 from megarl.actor.shape import ModelShape, read_shape
 from megarl.config.schema import Config
 from megarl.config.server_arguments import server_mesh
+from megarl.errors import LayoutError
 from megarl.reshard.layout import Layout
 from megarl.reshard.megatron import check_supported, megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
@@ -54,6 +56,11 @@ def run_layouts(config: Config, gpus_per_node: int = 8) -> RunLayouts:
     )
     decisions: Decisions = {}
     if config.rollout.precision.weights == "fp8":
+        if not FAMILIES[shape.architecture].served.fp8:
+            raise LayoutError(
+                f"rollout.precision.weights=fp8: SGLang's {shape.architecture} is not known to load "
+                "the scales of block-quantized weights (its llama drops them); use policy"
+            )
         block = (config.rollout.precision.fp8_block,) * 2
         precisions = with_fp8(source, sglang_layout(shape, server, block), block)
         source, destination = precisions.source, precisions.destination

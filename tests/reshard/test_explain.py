@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.explain import explain_run
+from megarl.config.layouts import run_layouts
 from megarl.config.load import load_layout
 from megarl.errors import LayoutError
 from megarl.reshard.explain import Explanation, explain
@@ -282,3 +283,10 @@ def test_only_plain_digits_are_the_number_of_an_expert(number: str) -> None:
     ) as caught:
         trace(plan, f"model.layers.1.mlp.experts.{number}.up_proj.weight")
     assert len(str(caught.value)) < 400
+
+
+def test_fp8_servers_of_a_family_that_drops_the_scales_are_refused() -> None:
+    flags = ["--rollout.precision.weights", "fp8"]
+    config = load_layout(EXAMPLES / "llama-3.1-405b.toml", flags)
+    with pytest.raises(LayoutError, match=r"rollout.precision.weights=fp8.*LlamaForCausalLM"):
+        run_layouts(config)

@@ -332,6 +332,7 @@ CLAIMS: dict[str, Claim] = {
         lambda to: to.tied == "copy",
         lambda case, shape: shape.tie_embeddings and case.mesh.pp > 1,
     ),
+    "fp8": (lambda to: to.fp8, lambda case, _: case.model.endswith("fp8")),
     "dense_whole": (lambda to: to.dense_whole, lambda case, _: case.mesh.dense_whole),
     "fuses_shared": (
         lambda to: to.fuses_shared is not None,

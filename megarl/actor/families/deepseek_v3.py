@@ -53,6 +53,7 @@ DEEPSEEK_V3 = Family(
     served=Served(
         attention_dp=True,
         pipeline=True,
+        fp8=True,
         tied="one_stage",
         dense_layers=True,
         dense_whole=True,

@@ -116,7 +116,8 @@ class Served:
     """What SGLang's model of a family does in its own way, beside the tensors of its blocks.
 
     The defaults claim nothing, so what is not claimed is refused. `attention_dp`: its attention is
-    cut over attn_tp_size, so it can be data parallel. `pipeline`: it can be cut into stages.
+    cut over attn_tp_size, so it can be data parallel. `pipeline`: it can be cut into stages. `fp8`:
+    it loads block-quantized weights with their scales (sglang 0.5.23's llama drops the scales).
     `tied` says what becomes of a tied head: a "copy" of the embedding on the last of several
     stages; served on "one_stage" only; or "never", where its loader leaves such a head empty.
     `dense_layers`: beside layers with experts it may have some without; `dense_whole`: these follow
@@ -131,6 +132,7 @@ class Served:
 
     attention_dp: bool = False
     pipeline: bool = False
+    fp8: bool = False
     tied: Literal["copy", "one_stage", "never"] = "never"
     dense_layers: bool = False
     dense_whole: bool = False

@@ -47,6 +47,7 @@ GLM4_MOE = Family(
     served=Served(
         attention_dp=True,
         pipeline=True,
+        fp8=True,
         dense_layers=True,
         dense_whole=True,
         all_to_all=ALL_TO_ALL,

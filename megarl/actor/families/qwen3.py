@@ -24,6 +24,6 @@ QWEN3 = Family(
     },
     harmless=frozenset({"sliding_window", "max_window_layers"}),
     blocks={"dense": _ATTENTION + gated_mlp(), **ENDS},
-    served=Served(attention_dp=True, pipeline=True, tied="copy"),
+    served=Served(attention_dp=True, pipeline=True, fp8=True, tied="copy"),
     ropes=("default", "llama3"),
 )

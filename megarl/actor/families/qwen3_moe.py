@@ -36,6 +36,7 @@ QWEN3_MOE = Family(
     served=Served(
         attention_dp=True,
         pipeline=True,
+        fp8=True,
         all_to_all=ALL_TO_ALL,
         head_everywhere=True,
     ),
