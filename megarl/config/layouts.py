@@ -58,8 +58,8 @@ def run_layouts(config: Config, gpus_per_node: int = 8) -> RunLayouts:
     if config.rollout.precision.weights == "fp8":
         if not FAMILIES[shape.architecture].served.fp8:
             raise LayoutError(
-                f"rollout.precision.weights=fp8: SGLang's {shape.architecture} is not known to load "
-                "the scales of block-quantized weights (its llama drops them); use policy"
+                f"rollout.precision.weights=fp8: SGLang's {shape.architecture} is not known to "
+                "load the scales of block-quantized weights (its llama drops them); use policy"
             )
         block = (config.rollout.precision.fp8_block,) * 2
         precisions = with_fp8(source, sglang_layout(shape, server, block), block)
