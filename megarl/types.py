@@ -175,6 +175,9 @@ class Batch:
 class ServerEndpoint:
     """A running rollout server. `incarnation` rises with each restart; `name` stays.
 
+    `nodes` and `gpus` say where each TP rank runs; without nodes it is the learner's first one,
+    without GPUs no rank shares one with the learner.
+
     `api_key` opens generation and information, and nothing else; `admin_key` opens what changes or
     empties the server (weights, cache, pause, abort), and nothing else. Neither is printed.
     """
@@ -185,6 +188,8 @@ class ServerEndpoint:
     incarnation: int
     api_key: str = field(default="", repr=False)
     admin_key: str = field(default="", repr=False)
+    nodes: tuple[str, ...] = ()
+    gpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +204,14 @@ class ServerSync:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """The result of publishing one version. Bytes are of payload, over all servers."""
+    """The result of publishing one version. Bytes are of payload, over all servers.
+
+    `network_bytes` are those that learner ranks sent to other nodes.
+    """
 
     version: int
     servers: tuple[ServerSync, ...]
     moved_bytes: int
     minimum_bytes: int
     took_s: float
+    network_bytes: int = 0

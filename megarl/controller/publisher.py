@@ -60,6 +60,7 @@ class Publisher:
         return {
             "weight_sync/bytes": report.moved_bytes,
             "weight_sync/minimum_bytes": report.minimum_bytes,
+            "weight_sync/network_bytes": report.network_bytes,
             "weight_sync/verified_servers": proved,
         }
 
@@ -119,4 +120,5 @@ def merged(first: SyncReport, again: SyncReport) -> SyncReport:
         moved_bytes=first.moved_bytes + again.moved_bytes,
         minimum_bytes=first.minimum_bytes,
         took_s=first.took_s + again.took_s,
+        network_bytes=first.network_bytes + again.network_bytes,
     )

@@ -14,11 +14,11 @@ ALIGNMENT_BYTES = 64  # a cache line, and enough for any element type
 
 
 def arena_layout(rank: RankLayout, plan: Plan, itemsize: int) -> tuple[dict[str, int], int]:
-    """(byte offset of each local tensor of this source rank that the plan reads, total bytes).
+    """(byte offset of each local tensor that the plan reads on its own node, total bytes).
 
     Tensors lie whole and contiguous, sorted by name; `itemsize` is bytes per element as staged.
     """
-    read = {move.src_local for move in plan.sends(rank.rank)}
+    read = {move.src_local for move in plan.sends(rank.rank) if move.link in ("local", "node")}
     offsets: dict[str, int] = {}
     total = 0
     for tensor in sorted(rank.tensors, key=lambda tensor: tensor.name):

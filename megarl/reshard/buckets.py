@@ -6,6 +6,7 @@ parts of the plan, and get the same: the copies between two ranks have one order
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,10 +57,21 @@ def buckets(
         found += _packed(
             source, destination, rows[mine].tolist(), sizes[mine].tolist(), bucket_bytes
         )
-    span = 1 + max((max(b.source, b.destination) for b in found), default=0)
-    return tuple(
-        sorted(found, key=lambda b: (b.number, (b.destination - b.source) % span, b.source))
-    )
+    return tuple(sorted(found, key=message_order(plan)))
+
+
+def message_order(plan: Plan) -> Callable[[Bucket], tuple[int, int, int]]:
+    """The one order of all messages of a plan over a link, as a sort key.
+
+    Every rank takes its own in this order, so that the first one that is under way always has both
+    of its ends waiting for it: no ring of ranks can wait for each other.
+    """
+    span = 1 + max(*plan.source.rank_ids, *plan.destination.rank_ids)
+
+    def key(bucket: Bucket) -> tuple[int, int, int]:
+        return bucket.number, (bucket.destination - bucket.source) % span, bucket.source
+
+    return key
 
 
 def _row_widths(plan: Plan, operations: Operations) -> Ints:

@@ -20,10 +20,19 @@ def run(moves: Iterable[Move], sources: Mapping[str, Any], destinations: Mapping
     of one expert have fewer dims than those of several, the leading dim comes or goes.
     """
     for move in moves:
-        read, written = (slices(local_box(move.box, at)) for at in (move.src_at, move.dst_at))
-        spare = len(read) - len(written)  # one side may lack leading dims: one index on the other
-        source = sources[move.src_local][_indexed(read, spare)]
-        destinations[move.dst_local][_indexed(written, -spare)] = source
+        written(move, destinations)[...] = read(move, sources)
+
+
+def read(move: Move, sources: Mapping[str, Any]) -> Any:
+    """The view of the source's array that a move copies from."""
+    box, spare = local_box(move.box, move.src_at), len(move.src_at) - len(move.dst_at)
+    return sources[move.src_local][_indexed(slices(box), spare)]
+
+
+def written(move: Move, destinations: Mapping[str, Any]) -> Any:
+    """The view of the destination's array that a move copies into, of the shape of `read`'s."""
+    box, spare = local_box(move.box, move.dst_at), len(move.dst_at) - len(move.src_at)
+    return destinations[move.dst_local][_indexed(slices(box), spare)]
 
 
 def clear_paddings(rank: RankLayout, arrays: Mapping[str, Any]) -> None:

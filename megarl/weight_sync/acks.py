@@ -11,7 +11,7 @@ import json
 import socket
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -27,7 +27,8 @@ class Ack:
     """One rank's word on one sync. `sums` are its checksums, in the order of `coverage.held`.
 
     `token` is the control message's. `ok` says that the rank did all it was asked; the sums say
-    what it has. Times are wall seconds of copying and of summing.
+    what it has. Times are wall seconds of copying and of summing. `moved_bytes` are by link: those
+    that a server rank wrote, or that a learner rank (which has no sums) sent by network.
     """
 
     token: str
@@ -38,6 +39,7 @@ class Ack:
     pid: int = 0
     copy_s: float = 0.0
     check_s: float = 0.0
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The acknowledgement as text."""
@@ -72,30 +74,51 @@ class AckBoard:
             master_listen_fd=listener.detach(),
         )
 
-    def wait(self, keys: Mapping[int, str], token: str, until: float) -> dict[int, Ack]:
-        """The acknowledgements under `keys` (by TP rank), once all are there.
+    def wait(self, keys: Mapping[str, str], token: str, until: float) -> dict[str, Ack]:
+        """The acknowledgements under `keys` (by who gives it), once all are there.
 
-        `until` is a time of `time.monotonic`. Raises WeightSyncError where it passes, naming the
-        ranks that are missing, and where an acknowledgement is not of this sync.
+        `until` is a time of `time.monotonic`. Raises WeightSyncError where it passes, naming those
+        that are missing, and where an acknowledgement is not of this sync.
         """
-        acks: dict[int, Ack] = {}
+        acks: dict[str, Ack] = {}
         while True:
-            for rank in [r for r in keys if r not in acks and self._store.check([keys[r]])]:
-                acks[rank] = Ack.from_json(self._store.get(keys[rank]))
-                if acks[rank].token != token:
+            acks.update(self.said({who: key for who, key in keys.items() if who not in acks}))
+            for who, ack in acks.items():
+                if ack.token != token:
                     raise WeightSyncError(
-                        f"TP rank {rank} acknowledged with a token that was not given to it; "
+                        f"{who} acknowledged with a token that was not given to it; "
                         "another process writes to this run's store"
                     )
             if len(acks) == len(keys):
                 return acks
             if time.monotonic() > until:
-                missing = [rank for rank in keys if rank not in acks]
+                missing = ", ".join(who for who in keys if who not in acks)
                 raise WeightSyncError(
-                    f"no acknowledgement from TP ranks {missing} within the deadline; see that "
-                    "server's log, or raise deadline.sync_s"
+                    f"no acknowledgement from {missing} within the deadline; see the logs of "
+                    "those processes, or raise deadline.sync_s"
                 )
             time.sleep(_POLL_S)
+
+    def said(self, keys: Mapping[str, str]) -> dict[str, Ack]:
+        """The acknowledgements under `keys` that are there already."""
+        return {
+            who: Ack.from_json(self._store.get(key))
+            for who, key in keys.items()
+            if self._store.check([key])
+        }
+
+    def put(self, key: str, value: str) -> None:
+        """Write what nobody has written before; what stands there stays."""
+        self._store.compare_set(key, "", value)
+
+    def clear(self) -> None:
+        """Remove everything: for the time between two publishes."""
+        self.forget(self._store.list_keys())
+
+    @property
+    def num_keys(self) -> int:
+        """How many entries the store has."""
+        return int(self._store.num_keys())
 
     def forget(self, keys: Iterable[str]) -> None:
         """Remove what has been read, so that the store does not grow."""

@@ -18,6 +18,8 @@ import torch
 from megarl.actor.shape import ModelShape
 from megarl.errors import WeightSyncError
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.reshard.placement import Device
+from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.shared import ArenaRef
 
 LOAD_FORMAT = "megarl.weight_sync.receiver.load"
@@ -41,8 +43,10 @@ class ControlMessage:
     """One sync of one server, as told to its rank `tp_rank`.
 
     `attempt` is new for every publish; with `version` it is the arenas' stamp. The receiver
-    rebuilds the plan from `source` and `mesh` and must come to `plan_digest`. `token` comes back
-    in the acknowledgement, which goes to the store at `store`.
+    rebuilds the plan from `source`, `mesh` and the devices of both sides (none: one node), and must
+    come to `plan_digest`. `token` comes back in the acknowledgement, which goes to the store at
+    `store`. `members` is the group that exchanges messages of at most `bucket_bytes`, empty where
+    all is on one node. The receiver has `wait_s` seconds from when it gets the message.
     """
 
     version: int
@@ -58,6 +62,17 @@ class ControlMessage:
     arenas: Mapping[int, ArenaRef]
     store: tuple[str, int]
     token: str
+    source_devices: tuple[Device, ...] = ()
+    devices: tuple[Device, ...] = ()
+    members: tuple[str, ...] = ()
+    bucket_bytes: int = 64 << 20
+    wait_s: float = 60.0
+
+    @property
+    def call(self) -> Call:
+        """The call to the meeting of the group's members."""
+        key = meeting_key(self.version, self.attempt, self.server, self.incarnation)
+        return Call(self.store, key, self.members)
 
     @property
     def stamp(self) -> str:
@@ -87,6 +102,9 @@ class ControlMessage:
             fields["mesh"] = ServerMesh(**fields["mesh"])
             fields["arenas"] = {int(r): ArenaRef(**ref) for r, ref in fields["arenas"].items()}
             fields["store"] = (fields["store"][0], int(fields["store"][1]))
+            for side in ("source_devices", "devices"):
+                fields[side] = tuple(Device(**device) for device in fields[side])
+            fields["members"] = tuple(fields["members"])
             return cls(**fields)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise WeightSyncError(
@@ -103,6 +121,16 @@ def stamp(version: int, attempt: str) -> str:
 def ack_key(version: int, attempt: str, server: str, incarnation: int, tp_rank: int) -> str:
     """The store's key for one rank's acknowledgement of one publish."""
     return f"sync/{version}.{attempt}/{server}.{incarnation}/{tp_rank}"
+
+
+def sent_key(version: int, attempt: str, server: str, incarnation: int, rank: int) -> str:
+    """The store's key for what learner rank `rank` says of its messages to one server."""
+    return f"sync/{version}.{attempt}/{server}.{incarnation}/from{rank}"
+
+
+def meeting_key(version: int, attempt: str, server: str, incarnation: int) -> str:
+    """The store's key under which the members of one server's group meet for one publish."""
+    return f"sync/{version}.{attempt}/{server}.{incarnation}/meeting"
 
 
 def arena_digest(

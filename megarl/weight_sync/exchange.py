@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import requests
@@ -22,12 +22,14 @@ from megarl.types import ServerEndpoint, ServerSync
 from megarl.weight_sync import coverage
 from megarl.weight_sync.acks import Ack, AckBoard
 from megarl.weight_sync.control import LOAD_FORMAT, ControlMessage, encode
+from megarl.weight_sync.parcels import server_member
 
 log = logging.getLogger(__name__)
 
 SELECTOR = "target"  # a draft model is not the policy
 _CLOSING_S = 5.0  # for ending a session after the deadline has passed
 _SHORTEST_S = 0.05
+MARGIN_S = 5.0  # at most: ranks stop waiting for each other so long before the server is given up
 
 
 @dataclass(frozen=True)
@@ -89,56 +91,78 @@ class ServerCalls:
         self._session.close()
 
 
+def transfer_until(until: float) -> float:
+    """When ranks stop waiting for each other, so that what they say still arrives by `until`."""
+    left = max(0.0, until - time.monotonic())
+    return time.monotonic() + left - min(MARGIN_S, left / 4)
+
+
 def publish_to(
     server: ServerEndpoint,
     messages: Sequence[ControlMessage],
     evidence: Evidence,
     board: AckBoard,
     until: float,
-) -> tuple[ServerSync, bool]:
+    senders: Mapping[str, str],
+) -> tuple[ServerSync, bool, int]:
     """Bring one server to the messages' version and see whether it got there.
 
-    `messages` has one entry for each TP rank in order. Also returns whether a rank may still be
-    reading the arenas: it was asked to, and has not answered. `until` is a time of
-    `time.monotonic`.
+    `messages` has one entry for each TP rank in order; `senders` are the keys under which learner
+    ranks say how their own messages to it went. Also returns whether a rank may still be reading
+    the arenas (it was asked to, and has not answered), and the bytes that were sent by network.
+    `until` is a time of `time.monotonic`.
     """
     calls = ServerCalls(server, until)
-    keys = {message.tp_rank: message.ack_key for message in messages}
+    ranks = {server_member(message.tp_rank): message.ack_key for message in messages}
     reading = False
     try:
         calls.begin()
         try:
             reading = True
-            acks = _transfer(calls, messages, board, keys, until)
+            acks = _transfer(calls, messages, board, {**ranks, **senders}, until)
             reading = False
-            _judge(acks, evidence)
+            _judge(acks, len(messages), evidence)
         except Exception:
             with suppress(WeightSyncError):  # the first error is the one to tell
                 calls.end()
             raise
         calls.end()
         calls.post("/update_weight_version", {"new_version": str(messages[0].version)})
-        return ServerSync(server.name, server.incarnation, True), reading
+        sent = sum(acks[who].moved_bytes.get("network", 0) for who in senders)
+        return ServerSync(server.name, server.incarnation, True), reading, sent
     except Exception as error:  # noqa: BLE001 - one bad server does not spoil the others
         text = str(error) if isinstance(error, WeightSyncError) else repr(error)
-        return ServerSync(server.name, server.incarnation, False, f"{server.name}: {text}"), reading
+        text = f"{server.name}: {text}"
+        if senders:
+            _give_up(board, messages[0], text)
+            refused = _refusals(board.said({**ranks, **senders}))
+            if refused and coverage.describe(refused) not in text:
+                text = f"{text} ({coverage.describe(refused)})"
+        return ServerSync(server.name, server.incarnation, False, text), reading, 0
     finally:
-        board.forget(keys.values())
         calls.close()
+
+
+def _give_up(board: AckBoard, message: ControlMessage, why: str) -> None:
+    """Have nobody wait for this server any more: neither learner ranks nor its other ranks."""
+    board.put(message.call.refusal_key, why)
 
 
 def _transfer(
     calls: ServerCalls,
     messages: Sequence[ControlMessage],
     board: AckBoard,
-    keys: Mapping[int, str],
+    keys: Mapping[str, str],
     until: float,
-) -> dict[int, Ack]:
+) -> dict[str, Ack]:
     """Have the ranks copy and sum; what they say counts, never the answer to the request."""
+    wait_s = max(_SHORTEST_S, transfer_until(until) - time.monotonic())
     calls.post(
         "/update_weights_from_tensor",
         {
-            "serialized_named_tensors": [encode(message) for message in messages],
+            "serialized_named_tensors": [
+                encode(replace(message, wait_s=wait_s)) for message in messages
+            ],
             "load_format": LOAD_FORMAT,
             "selector": SELECTOR,
             "flush_cache": True,  # where requests are in the way, the answer is 400
@@ -147,11 +171,15 @@ def _transfer(
     return board.wait(keys, messages[0].token, until)
 
 
-def _judge(acks: Mapping[int, Ack], evidence: Evidence) -> None:
-    refused = [f"TP rank {rank}: {ack.error}" for rank, ack in sorted(acks.items()) if not ack.ok]
+def _refusals(acks: Mapping[str, Ack]) -> list[str]:
+    return [f"{who}: {ack.error}" for who, ack in acks.items() if not ack.ok]
+
+
+def _judge(acks: Mapping[str, Ack], tp: int, evidence: Evidence) -> None:
+    refused = _refusals(acks)
     if refused:
         raise WeightSyncError("refused by " + coverage.describe(refused))
-    sums = {rank: ack.sums for rank, ack in acks.items()}
+    sums = {rank: acks[server_member(rank)].sums for rank in range(tp)}
     wrong = coverage.differences(evidence.pieces, sums, evidence.wanted)
     if wrong:
         raise WeightSyncError(f"checksums differ: {coverage.describe(wrong)}")

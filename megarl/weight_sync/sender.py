@@ -1,7 +1,8 @@
-"""The sending side of a weight sync on one learner rank: checksums and staging.
+"""The sending side of a weight sync on one learner rank: checksums, staging, messages.
 
-Owns this rank's staging copies. Knows nothing of servers, HTTP, losses or the optimizer; what it
-reads are live parameters by the local names of the learner's layout.
+Owns this rank's staging copies, for servers of its node, and its part in the groups of the others.
+Knows nothing of HTTP, losses or the optimizer; what it reads are live parameters by the local names
+of the learner's layout.
 """
 
 from __future__ import annotations
@@ -17,24 +18,33 @@ from megarl.reshard.arena import arena_layout
 from megarl.reshard.execute import slices
 from megarl.reshard.layout import Layout, Piece, disjoint_cover, local_box
 from megarl.reshard.megatron import megatron_layout
-from megarl.reshard.mesh import ServerMesh
+from megarl.reshard.placement import Device
 from megarl.reshard.plan import Plan, make_plan
 from megarl.reshard.sglang import sglang_layout
-from megarl.weight_sync import coverage
+from megarl.weight_sync import coverage, packing, parcels
 from megarl.weight_sync.checksum import add, box_checksum
 from megarl.weight_sync.control import WIRE_DTYPES, SourceSpec, arena_digest
+from megarl.weight_sync.parcels import Parcel
+from megarl.weight_sync.places import ServerKind, placement
+from megarl.weight_sync.transport.meeting import Call
+from megarl.weight_sync.transport.p2p import Peers
 from megarl.weight_sync.transport.shared import Arena, ArenaRef
 
 
 @dataclass(frozen=True)
 class Route:
-    """The plan to one kind of server, and where this rank stages what it reads."""
+    """The plan to one kind of server, where this rank stages what it reads, and what it sends.
+
+    `members` are those of a server's group, empty where all is on one node.
+    """
 
     plan: Plan
     destination: Layout
     offsets: Mapping[str, int]
     num_bytes: int
     digest: str
+    members: tuple[str, ...]
+    parcels: tuple[Parcel, ...]
 
     @cached_property
     def pieces(self) -> Mapping[int, Sequence[Piece]]:
@@ -45,7 +55,8 @@ class Route:
 class Sender:
     """One learner rank's part in every publish. `parameters` are its live tensors by local name.
 
-    Raises WeightSyncError where they are not those of the layout.
+    `devices` are those of all learner ranks; without them all is on one node. Raises
+    WeightSyncError where the parameters are not those of the layout.
     """
 
     def __init__(
@@ -55,6 +66,8 @@ class Sender:
         rank: int,
         parameters: Mapping[str, torch.Tensor],
         dtype: str,
+        devices: Sequence[Device] = (),
+        bucket_bytes: int = 64 << 20,
     ) -> None:
         if dtype not in WIRE_DTYPES:
             raise WeightSyncError(
@@ -63,10 +76,12 @@ class Sender:
         self.layout = megatron_layout(source.shape, source.mesh, source.vocab_divisor)
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._parameters = parameters
+        self._devices, self._bucket_bytes = tuple(devices), bucket_bytes
         self._shapes = {parameter.name: parameter.shape for parameter in self.layout.parameters}
         self._mine = disjoint_cover(self.layout)[rank]
-        self._routes: dict[ServerMesh, Route] = {}
-        self._arenas: dict[ServerMesh, tuple[int, Arena]] = {}
+        self._routes: dict[ServerKind, Route] = {}
+        self._arenas: dict[ServerKind, tuple[int, Arena]] = {}
+        self._peers: dict[str, Peers] = {}
         self._check()
 
     def _check(self) -> None:
@@ -85,16 +100,24 @@ class Sender:
                     f"expected {shape}; the model was built from another shape or mesh"
                 )
 
-    def route(self, mesh: ServerMesh) -> Route:
-        """The plan to servers of `mesh`, made once. Raises LayoutError where there can be none."""
-        if mesh not in self._routes:
-            destination = sglang_layout(self._source.shape, mesh)
-            plan = make_plan(self.layout, destination)
+    def route(self, kind: ServerKind) -> Route:
+        """The plan to servers of `kind`, made once. Raises LayoutError where there can be none."""
+        if kind not in self._routes:
+            destination = sglang_layout(self._source.shape, kind.mesh)
             itemsize = WIRE_DTYPES[self._dtype].itemsize
+            where = placement(self._devices, kind.devices)
+            plan = make_plan(self.layout, destination, where, itemsize)
             offsets, num_bytes = arena_layout(self.layout.ranks[self._rank], plan, itemsize)
-            digest = arena_digest(plan.digest, self._dtype, self._rank, offsets, num_bytes)
-            self._routes[mesh] = Route(plan, destination, offsets, num_bytes, digest)
-        return self._routes[mesh]
+            self._routes[kind] = Route(
+                plan,
+                destination,
+                offsets,
+                num_bytes,
+                arena_digest(plan.digest, self._dtype, self._rank, offsets, num_bytes),
+                parcels.members(plan),
+                parcels.from_learner(plan, self._rank, self._bucket_bytes),
+            )
+        return self._routes[kind]
 
     def checksums(self) -> dict[str, int]:
         """This rank's share of every tensor's checksum, from the live parameters in the wire dtype.
@@ -110,30 +133,30 @@ class Sender:
             sums[piece.tensor] = add([sums.get(piece.tensor, 0), part])
         return sums
 
-    def stage(self, mesh: ServerMesh, generation: int, stamp: str) -> ArenaRef | None:
-        """Copy, in the wire dtype, what the plan reads of this rank; None where that is nothing.
+    def stage(self, kind: ServerKind, generation: int, stamp: str) -> ArenaRef | None:
+        """Copy, in the wire dtype, what servers of this node read; None where that is nothing.
 
         An arena lives as long as its generation. A new number makes a new one: the old one may
         still be read by a server that did not answer.
         """
-        route = self.route(mesh)
+        route = self.route(kind)
         if not route.offsets:
             return None
-        arena = self._arena(mesh, generation, route)
+        arena = self._arena(kind, generation, route)
         arena.stamp("")  # nobody takes it for whole while it is written
         self._copy(arena, route)
         arena.stamp(stamp)
         return arena.ref
 
-    def _arena(self, mesh: ServerMesh, generation: int, route: Route) -> Arena:
-        current = self._arenas.get(mesh)
+    def _arena(self, kind: ServerKind, generation: int, route: Route) -> Arena:
+        current = self._arenas.get(kind)
         if current is not None and current[0] == generation:
             return current[1]
         if current is not None:
-            del self._arenas[mesh]
+            del self._arenas[kind]
             current[1].close()
         arena = Arena(self._run_id, generation, self._rank, route.num_bytes, route.digest)
-        self._arenas[mesh] = (generation, arena)
+        self._arenas[kind] = (generation, arena)
         return arena
 
     def _copy(self, arena: Arena, route: Route) -> None:
@@ -144,8 +167,35 @@ class Sender:
             staged = arena.data[offset : offset + num_bytes].view(dtype).view(tensor.shape)
             staged.copy_(tensor)
 
+    def sends_to(self, kind: ServerKind) -> bool:
+        """Whether this rank has messages for servers of `kind`."""
+        return bool(self.route(kind).parcels)
+
+    def send(self, server: str, kind: ServerKind, call: Call, until: float) -> int:
+        """Meet the group of `server` and send this rank's messages; returns their bytes.
+
+        One thread per server may do so at a time, while the parameters do not change. Raises
+        WeightSyncError, naming who, where a member is missing, fails, or is late.
+        """
+        route, dtype = self.route(kind), WIRE_DTYPES[self._dtype]
+        peers = self.peers(server)
+        peers.join(call, until)
+        transfers = packing.outgoing(route.parcels, self._parameters, dtype)
+        peers.run(call, transfers, until)
+        return sum(parcel.num_elements for parcel in route.parcels) * dtype.itemsize
+
+    def peers(self, server: str) -> Peers:
+        """This rank's side of the group of `server`."""
+        if server not in self._peers:
+            device = next(iter(self._parameters.values())).device
+            self._peers[server] = Peers(parcels.learner_member(self._rank), device)
+        return self._peers[server]
+
     def close(self) -> None:
-        """Remove this rank's arenas."""
+        """Remove this rank's arenas, and leave the groups."""
+        for peers in self._peers.values():
+            peers.close()
+        self._peers.clear()
         for _, arena in self._arenas.values():
             arena.close()
         self._arenas.clear()

@@ -10,8 +10,10 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,25 +22,49 @@ from megarl.errors import MegarlError, WeightSyncError
 from megarl.reshard.mesh import ServerMesh
 from megarl.reshard.plan import minimum_elements
 from megarl.types import ServerEndpoint, ServerSync, SyncReport
-from megarl.weight_sync.acks import AckBoard
+from megarl.weight_sync.acks import Ack, AckBoard
 from megarl.weight_sync.checksum import add
-from megarl.weight_sync.control import WIRE_DTYPES, ControlMessage, SourceSpec, stamp
-from megarl.weight_sync.exchange import Evidence, publish_to
+from megarl.weight_sync.control import (
+    WIRE_DTYPES,
+    ControlMessage,
+    SourceSpec,
+    meeting_key,
+    sent_key,
+    stamp,
+)
+from megarl.weight_sync.exchange import Evidence, publish_to, transfer_until
+from megarl.weight_sync.parcels import learner_member, senders
+from megarl.weight_sync.places import Place, ServerKind, learner_devices, server_devices
 from megarl.weight_sync.sender import Sender
+from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.shared import ArenaRef
 
 log = logging.getLogger(__name__)
+
+Part = TypeVar("Part")
 
 _GRACE_S = 12.0  # past the deadline, for ending sessions; then a server counts as not answering
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """One server of a publish, as every learner rank knows it."""
+
+    server: str
+    incarnation: int
+    kind: ServerKind
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
-    """What rank 0 tells the others to stage: for each kind of server, into which generation."""
+    """What rank 0 tells the others: what to stage for each kind of server, and whom to send to."""
 
     version: int
     attempt: str
-    generations: tuple[tuple[ServerMesh, int], ...]
+    generations: tuple[tuple[ServerKind, int], ...]
+    targets: tuple[Target, ...]
+    store: tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +74,16 @@ class Staged:
     rank: int
     error: str = ""
     sums: Mapping[str, int] = field(default_factory=dict)
-    arenas: Mapping[ServerMesh, ArenaRef] = field(default_factory=dict)
+    arenas: Mapping[ServerKind, ArenaRef] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How one server's publish ended."""
+
+    result: ServerSync
+    is_reading: bool = True
+    network_bytes: int = 0
 
 
 class WeightSync:
@@ -57,8 +92,10 @@ class WeightSync:
     `parameters` maps the layout's local names to this rank's live tensors. `dtype` ("fp32" or
     "bf16") is the servers' number format: tensors of another one are cast on the way. `group` is a
     Gloo group of all learner ranks, whose timeout exceeds `deadline_s`; None for one rank alone.
-    `host` is the address of learner rank 0 that servers reach, and the only one its store listens
-    on.
+    `host` is the address of learner rank 0 that servers and other ranks reach, and the only one its
+    store listens on. `place` is where this rank runs: servers of its node read its arenas, servers
+    of other nodes are sent messages of at most `bucket_bytes`; None where all is on one node.
+    Making one is collective over the group.
     """
 
     def __init__(
@@ -73,14 +110,19 @@ class WeightSync:
         host: str = "127.0.0.1",
         cpu_servers: bool = False,
         deadline_s: float = 300.0,
+        place: Place | None = None,
+        bucket_bytes: int = 64 << 20,
     ) -> None:
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._group, self._cpu_servers, self._deadline_s = group, cpu_servers, deadline_s
-        self.sender = Sender(run_id, source, rank, parameters, dtype)
+        self._bucket_bytes = bucket_bytes
+        self._places = self._gather(place or Place("", rank))
+        self._devices = learner_devices(self._places)
+        self.sender = Sender(run_id, source, rank, parameters, dtype, self._devices, bucket_bytes)
         self._board = AckBoard(host) if rank == 0 else None
-        self._generations: dict[ServerMesh, int] = {}
+        self._generations: dict[ServerKind, int] = {}
         self._next_generation = 0
-        self._reading: set[ServerMesh] = set()
+        self._reading: set[ServerKind] = set()
 
     def publish(self, version: int, servers: Sequence[ServerEndpoint] = ()) -> SyncReport:
         """Bring `servers` to policy `version`, which is what the parameters now hold.
@@ -92,6 +134,8 @@ class WeightSync:
         """
         start = time.monotonic()
         first = self._rank == 0
+        if self._board is not None:
+            self._board.clear()  # of the publish before; nobody writes for this one before staging
         order = self._broadcast(self._order(version, servers) if first else None)
         if not isinstance(order, Order):
             raise WeightSyncError(f"version {version} was not staged: {order}")
@@ -100,48 +144,91 @@ class WeightSync:
         if errors:
             raise WeightSyncError(f"version {version} was not staged: " + "; ".join(errors))
         until = start + self._deadline_s
+        sending = self._start_sending(order, until)
         report = self._broadcast(self._deliver(order, servers, staged, until) if first else None)
+        for thread in sending:
+            thread.join(max(0.0, until + _GRACE_S - time.monotonic()))
         if not isinstance(report, SyncReport):
             raise WeightSyncError(f"version {version} was not published: {report}")
         return replace(report, took_s=time.monotonic() - start)
 
     def close(self) -> None:
-        """Remove this rank's arenas. A server that did not answer keeps what it has mapped."""
+        """Remove this rank's arenas, and leave the groups. A server that did not answer keeps what
+        it has mapped."""
         self.sender.close()
 
-    def _mesh(self, server: ServerEndpoint) -> ServerMesh:
-        return ServerMesh(tp=server.tp, cpu=self._cpu_servers)
+    def _kind(self, server: ServerEndpoint) -> ServerKind:
+        mesh = ServerMesh(tp=server.tp, cpu=self._cpu_servers)
+        return ServerKind(mesh, server_devices(server, self._places))
 
     def _order(self, version: int, servers: Sequence[ServerEndpoint]) -> Order | str:
         """Choose generations: arenas that a server may still be reading are not written again.
 
         Raises nothing, as the other ranks wait for it; text is an error for all to raise.
         """
+        assert self._board is not None
         try:
-            meshes = sorted({self._mesh(server) for server in servers}, key=lambda mesh: mesh.tp)
+            targets = tuple(
+                Target(server.name, server.incarnation, self._kind(server), secrets.token_hex(16))
+                for server in servers
+            )
         except MegarlError as error:
             return str(error)
-        for mesh in meshes:
-            if mesh not in self._generations or mesh in self._reading:
-                self._generations[mesh] = self._next_generation
+        kinds = sorted({t.kind for t in targets}, key=lambda kind: (kind.mesh.tp, kind.devices))
+        for kind in kinds:
+            if kind not in self._generations or kind in self._reading:
+                self._generations[kind] = self._next_generation
                 self._next_generation += 1
-            self._reading.discard(mesh)
-        generations = tuple((mesh, self._generations[mesh]) for mesh in meshes)
-        return Order(version, secrets.token_hex(8), generations)
+            self._reading.discard(kind)
+        generations = tuple((kind, self._generations[kind]) for kind in kinds)
+        return Order(version, secrets.token_hex(8), generations, targets, self._board.address)
 
     def _stage(self, order: Order) -> Staged:
         """This rank's part. Raises nothing: the other ranks would wait for ever."""
         try:
             sums = self.sender.checksums() if order.generations else {}
-            arenas: dict[ServerMesh, ArenaRef] = {}
-            for mesh, generation in order.generations:
-                ref = self.sender.stage(mesh, generation, stamp(order.version, order.attempt))
+            arenas: dict[ServerKind, ArenaRef] = {}
+            for kind, generation in order.generations:
+                ref = self.sender.stage(kind, generation, stamp(order.version, order.attempt))
                 if ref is not None:
-                    arenas[mesh] = ref
+                    arenas[kind] = ref
             return Staged(self._rank, "", sums, arenas)
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the gather
             text = str(error) if isinstance(error, WeightSyncError) else repr(error)
             return Staged(self._rank, f"learner rank {self._rank}: {text}")
+
+    def _start_sending(self, order: Order, until: float) -> list[threading.Thread]:
+        """One thread for each server that this rank has messages for; each ends by `until`."""
+        threads = [
+            threading.Thread(
+                target=self._send,
+                args=(order, target, transfer_until(until)),
+                name=f"weight-sync-to-{target.server}",
+                daemon=True,
+            )
+            for target in order.targets
+            if self.sender.sends_to(target.kind)
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _send(self, order: Order, target: Target, until: float) -> None:
+        """This rank's messages to one server, and its word on how that went. Raises nothing."""
+        at = (order.version, order.attempt, target.server, target.incarnation)
+        members = self.sender.route(target.kind).members
+        call = Call(order.store, meeting_key(*at), members)
+        try:
+            sent = self.sender.send(target.server, target.kind, call, until)
+            word = Ack(target.token, True, moved_bytes={"network": sent})
+        except Exception as error:  # noqa: BLE001 - said in this rank's word
+            text = str(error) if isinstance(error, WeightSyncError) else repr(error)
+            word = Ack(target.token, False, text)
+        try:
+            peers = self.sender.peers(target.server)
+            peers.tell(order.store, sent_key(*at, self._rank), word.to_json(), until)
+        except (MegarlError, RuntimeError) as error:  # rank 0 names who has not said anything
+            log.warning("word not given rank=%d server=%s %s", self._rank, target.server, error)
 
     def _deliver(
         self,
@@ -152,16 +239,17 @@ class WeightSync:
     ) -> SyncReport | str:
         """Rank 0's part, up to the report. Raises nothing, as the other ranks wait for it."""
         try:
-            results = self._drive(order, servers, staged, until)
-            report = self._report(order, servers, results)
+            outcomes = self._drive(order, servers, staged, until)
+            report = self._report(order, outcomes)
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the broadcast
             return str(error) if isinstance(error, MegarlError) else repr(error)
         log.info(
-            "weights synced version=%d servers=%d verified=%d moved_bytes=%d",
+            "weights synced version=%d servers=%d verified=%d moved_bytes=%d network_bytes=%d",
             order.version,
             len(servers),
-            sum(server.verified for server in results),
+            sum(server.verified for server in report.servers),
             report.moved_bytes,
+            report.network_bytes,
         )
         return report
 
@@ -171,22 +259,21 @@ class WeightSync:
         servers: Sequence[ServerEndpoint],
         staged: Sequence[Staged],
         until: float,
-    ) -> list[ServerSync]:
+    ) -> list[_Outcome]:
         """All servers at the same time, each in a thread that ends by itself soon after `until`."""
-        assert self._board is not None
         wanted: dict[str, int] = {}
         for part in staged:
             for tensor, total in part.sums.items():
                 wanted[tensor] = add([wanted.get(tensor, 0), total])
-        results: dict[int, tuple[ServerSync, bool]] = {}
+        outcomes: dict[int, _Outcome] = {}
         threads = []
         for index, server in enumerate(servers):
-            thread = threading.Thread(
-                target=self._drive_one,
-                args=(index, server, order, staged, wanted, until, results),
-                name=f"weight-sync-{server.name}",
-                daemon=True,
-            )
+            work = partial(self._drive_one, server, order, order.targets[index], staged, wanted)
+
+            def run(index: int = index, work: Callable[[float], _Outcome] = work) -> None:
+                outcomes[index] = work(until)
+
+            thread = threading.Thread(target=run, name=f"weight-sync-{server.name}", daemon=True)
             thread.start()
             threads.append(thread)
         for thread in threads:
@@ -196,66 +283,67 @@ class WeightSync:
             late = ServerSync(
                 server.name, server.incarnation, False, f"{server.name}: no answer in time"
             )
-            result, reading = results.get(index, (late, True))
-            if reading:
-                self._reading.add(self._mesh(server))
-            finished.append(result)
+            outcome = outcomes.get(index, _Outcome(late))
+            if outcome.is_reading:
+                self._reading.add(order.targets[index].kind)
+            finished.append(outcome)
         return finished
 
     def _drive_one(
         self,
-        index: int,
         server: ServerEndpoint,
         order: Order,
+        target: Target,
         staged: Sequence[Staged],
         wanted: Mapping[str, int],
         until: float,
-        results: dict[int, tuple[ServerSync, bool]],
-    ) -> None:
+    ) -> _Outcome:
         assert self._board is not None
-        mesh = self._mesh(server)
-        arenas = {part.rank: part.arenas[mesh] for part in staged if mesh in part.arenas}
-        messages = self._messages(server, mesh, order, arenas)
-        evidence = Evidence(self.sender.route(mesh).pieces, wanted)
-        results[index] = publish_to(server, messages, evidence, self._board, until)
+        kind = target.kind
+        arenas = {part.rank: part.arenas[kind] for part in staged if kind in part.arenas}
+        messages = self._messages(order, target, arenas)
+        route = self.sender.route(kind)
+        at = (order.version, order.attempt, target.server, target.incarnation)
+        keys = {learner_member(rank): sent_key(*at, rank) for rank in senders(route.plan)}
+        evidence = Evidence(route.pieces, wanted)
+        return _Outcome(*publish_to(server, messages, evidence, self._board, until, keys))
 
     def _messages(
-        self,
-        server: ServerEndpoint,
-        mesh: ServerMesh,
-        order: Order,
-        arenas: Mapping[int, ArenaRef],
+        self, order: Order, target: Target, arenas: Mapping[int, ArenaRef]
     ) -> list[ControlMessage]:
-        assert self._board is not None
-        token = secrets.token_hex(16)
+        route, mesh = self.sender.route(target.kind), target.kind.mesh
         return [
             ControlMessage(
                 version=order.version,
                 attempt=order.attempt,
                 run_id=self._run_id,
-                server=server.name,
-                incarnation=server.incarnation,
+                server=target.server,
+                incarnation=target.incarnation,
                 tp_rank=tp_rank,
                 source=self._source,
                 mesh=mesh,
                 dtype=self._dtype,
-                plan_digest=self.sender.route(mesh).plan.digest,
+                plan_digest=route.plan.digest,
                 arenas=arenas,
-                store=self._board.address,
-                token=token,
+                store=order.store,
+                token=target.token,
+                source_devices=self._devices,
+                devices=target.kind.devices,
+                members=route.members,
+                bucket_bytes=self._bucket_bytes,
             )
             for tp_rank in range(mesh.tp)
         ]
 
-    def _report(
-        self, order: Order, servers: Sequence[ServerEndpoint], results: Sequence[ServerSync]
-    ) -> SyncReport:
-        """Bytes are the plans': what they move, and what any plan must move, over all servers."""
+    def _report(self, order: Order, outcomes: Sequence[_Outcome]) -> SyncReport:
+        """Bytes over all servers: what the plans move, what any plan must move, what was sent."""
         itemsize = WIRE_DTYPES[self._dtype].itemsize
-        routes = [self.sender.route(self._mesh(server)) for server in servers]
+        routes = [self.sender.route(target.kind) for target in order.targets]
         moved = sum(route.plan.num_elements() for route in routes) * itemsize
         minimum = sum(minimum_elements(route.destination) for route in routes) * itemsize
-        return SyncReport(order.version, tuple(results), moved, minimum, 0.0)
+        sent = sum(outcome.network_bytes for outcome in outcomes)
+        results = tuple(outcome.result for outcome in outcomes)
+        return SyncReport(order.version, results, moved, minimum, 0.0, sent)
 
     def _broadcast(self, value: object) -> object:
         """Rank 0's value, on every rank."""
@@ -265,10 +353,10 @@ class WeightSync:
             dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]
 
-    def _gather(self, mine: Staged) -> list[Staged]:
-        """What every rank staged, on every rank."""
+    def _gather(self, mine: Part) -> list[Part]:
+        """What every rank has to say, on every rank."""
         if self._group is None:
             return [mine]
-        parts: list[Staged | None] = [None] * dist.get_world_size(self._group)
+        parts: list[Part | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(parts, mine, group=self._group)
         return [part for part in parts if part is not None]

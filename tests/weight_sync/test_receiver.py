@@ -20,6 +20,7 @@ from megarl.weight_sync.acks import Ack
 from megarl.weight_sync.checksum import add
 from megarl.weight_sync.control import WIRE_DTYPES, ControlMessage, SourceSpec, decode, stamp
 from megarl.weight_sync.receiver import Receiver
+from megarl.weight_sync.places import ServerKind
 from megarl.weight_sync.sender import Sender
 from tests.reshard.models import tiny_shape
 from tests.weight_sync import tiny
@@ -35,13 +36,14 @@ class Rig:
         self, source: SourceSpec, mesh: ServerMesh, dtype: str = "fp32", server_dtype: str = ""
     ) -> None:
         self.source, self.mesh, self.dtype = source, mesh, dtype
+        self.kind = ServerKind(mesh)
         self.run_id = f"test{os.getpid()}_{next(_RUNS)}"
         self.learner = tiny.on_learner(source, tiny.weights(source.shape, 0))
         self.senders = [
             Sender(self.run_id, source, rank, parameters, dtype)
             for rank, parameters in enumerate(self.learner)
         ]
-        layout = self.senders[0].route(mesh).destination
+        layout = self.senders[0].route(self.kind).destination
         served = WIRE_DTYPES[server_dtype or dtype]
         self.models = [FakeModel(layout, rank, served) for rank in range(mesh.tp)]
         self.receivers = [Receiver() for _ in range(mesh.tp)]
@@ -56,7 +58,7 @@ class Rig:
     def messages(self, version: int, generation: int = 0) -> list[ControlMessage]:
         """Stage, and say so to every server rank."""
         refs = {
-            rank: sender.stage(self.mesh, generation, stamp(version, "a"))
+            rank: sender.stage(self.kind, generation, stamp(version, "a"))
             for rank, sender in enumerate(self.senders)
         }
         return [
@@ -70,7 +72,7 @@ class Rig:
                 source=self.source,
                 mesh=self.mesh,
                 dtype=self.dtype,
-                plan_digest=self.senders[0].route(self.mesh).plan.digest,
+                plan_digest=self.senders[0].route(self.kind).plan.digest,
                 arenas={rank: ref for rank, ref in refs.items() if ref is not None},
                 store=("127.0.0.1", 1),
                 token="t",
@@ -92,7 +94,7 @@ class Rig:
         for sender in self.senders:
             for tensor, part in sender.checksums().items():
                 wanted[tensor] = add([wanted.get(tensor, 0), part])
-        destination = self.senders[0].route(self.mesh).destination
+        destination = self.senders[0].route(self.kind).destination
         sums = {rank: ack.sums for rank, ack in enumerate(acks)}
         return coverage.differences(coverage.held(destination), sums, wanted)
 
@@ -182,7 +184,7 @@ def test_a_doubled_or_swapped_copy_is_seen_in_the_checksums(simple: Rig) -> None
     down = simple.models[0].tensors[name].data
     piece = next(
         p
-        for p in coverage.held(simple.senders[0].route(simple.mesh).destination)[0]
+        for p in coverage.held(simple.senders[0].route(simple.kind).destination)[0]
         if p.local == name
     )
     before = receiver.box_checksum(down, piece.tensor, (64, 64), piece.box)
@@ -200,7 +202,7 @@ def test_a_doubled_or_swapped_copy_is_seen_in_the_checksums(simple: Rig) -> None
 def test_copies_that_differ_are_named_with_their_ranks(rig: Callable[..., Rig]) -> None:
     made = rig(SourceSpec(SHAPE, LearnerMesh()), ServerMesh(2))
     acks = made.receive(made.messages(1))
-    pieces = coverage.held(made.senders[0].route(made.mesh).destination)
+    pieces = coverage.held(made.senders[0].route(made.kind).destination)
     at = next(i for i, piece in enumerate(pieces[1]) if piece.tensor == "model.norm.weight")
     sums = (*acks[1].sums[:at], acks[1].sums[at] ^ 1, *acks[1].sums[at + 1 :])
     wrong = made.differences([acks[0], dataclasses.replace(acks[1], sums=sums)])
@@ -274,7 +276,7 @@ def test_receiver_never_raises_whatever_it_is_handed(simple: Rig) -> None:
 
 
 def test_padding_is_zeroed_whatever_was_there(simple: Rig) -> None:
-    mine = simple.senders[0].route(simple.mesh).destination.ranks[1]
+    mine = simple.senders[0].route(simple.kind).destination.ranks[1]
     assert mine.paddings
     for padding in mine.paddings:
         tail = simple.models[1].tensors[padding.local][execute.slices(padding.box)]
