@@ -1,0 +1,243 @@
+"""Weight sync between nodes, in real processes over real Gloo groups; "nodes" are names.
+
+No Megatron and no SGLang: `test_publish.py` has a real server on another node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from megarl.reshard.mesh import LearnerMesh
+from megarl.types import SyncReport
+from tests.weight_sync.forked import Learner, Place, Server, apart, distinct_bytes
+
+SHORT_S = 4.0  # deadline.sync_s where it is meant to pass
+ENDING_S = 3.0  # past the deadline at most: sessions are ended, words are said
+
+
+class World:
+    """What a test has started."""
+
+    def __init__(self) -> None:
+        self._made: list[Learner | Server] = []
+
+    def learner(self, mesh: LearnerMesh, places: Sequence[Place], limit_s: float = 30.0) -> Learner:
+        made = Learner(mesh, places, limit_s)
+        self._made.append(made)
+        return made
+
+    def server(self, name: str, nodes: Sequence[str]) -> Server:
+        made = Server(name, nodes)
+        self._made.append(made)
+        return made
+
+    def pair(self, limit_s: float = SHORT_S) -> tuple[Learner, Server]:
+        """Two learner ranks on one node, a server of two ranks on another, with a sync behind."""
+        places, (nodes,) = apart(2, 2)
+        learner = self.learner(LearnerMesh(tp=2), places, limit_s)
+        server = self.server("server-0", nodes)
+        assert verified(learner.publish(1, 1, [server]))
+        return learner, server
+
+    def close(self) -> None:
+        for made in self._made:
+            made.ranks.kill()
+            if isinstance(made, Server):
+                made.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.close()
+
+
+def verified(answers: Sequence[SyncReport | str | None]) -> bool:
+    """Whether every rank reports that every server has proved the version."""
+    reports = [answer for answer in answers if isinstance(answer, SyncReport)]
+    assert len(reports) == len(answers), answers
+    assert [s.error for r in reports for s in r.servers if s.error] == []
+    return all(server.verified for report in reports for server in report.servers)
+
+
+def first_error(answers: Sequence[SyncReport | str | None]) -> str:
+    """What rank 0 reports of the one server, which must not have proved anything."""
+    report = answers[0]
+    assert isinstance(report, SyncReport) and not report.servers[0].verified
+    return report.servers[0].error
+
+
+def on(*nodes: str) -> list[Place]:
+    return [Place(node, rank) for rank, node in enumerate(nodes)]
+
+
+CASES = {
+    "apart": (LearnerMesh(tp=2), on("a", "a"), [("b", "b")]),
+    "server across two nodes": (LearnerMesh(tp=2), on("a", "a"), [("b", "c")]),
+    "one server rank beside the learner": (LearnerMesh(pp=2), on("a", "a"), [("a", "b")]),
+    "one learner rank beside the server": (LearnerMesh(tp=2), on("a", "b"), [("b", "b")]),
+    "replicas on two nodes": (LearnerMesh(dp=2), on("a", "b"), [("b", "c")]),
+    "two servers, one beside": (LearnerMesh(tp=2), on("a", "a"), [("a", "a"), ("b",)]),
+    "two servers apart": (LearnerMesh(), on("a"), [("b",), ("c", "d")]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_arrive_bit_by_bit_and_cross_the_network_once_for_each_node(
+    world: World, case: str
+) -> None:
+    mesh, places, nodes = CASES[case]
+    learner = world.learner(mesh, places)
+    servers = [world.server(f"server-{i}", mine) for i, mine in enumerate(nodes)]
+    plans = [learner.plan(server).traffic for server in servers]
+    for version in (1, 2):
+        answers = learner.publish(version, version, servers)
+        assert verified(answers)
+        assert isinstance(answers[0], SyncReport)
+        sent = sum(sum(plan.network_out.values()) for plan in plans)
+        assert answers[0].network_bytes == sent > 0
+        for server, plan in zip(servers, plans, strict=True):
+            assert server.holds(version) and server.version == str(version)
+            for rank, ack in enumerate(server.acks):
+                assert ack is not None
+                for link, planned in (
+                    ("network", plan.network_in),
+                    ("fanout", plan.fanout_in),
+                    ("node", plan.node_in),
+                    ("local", plan.local),
+                ):
+                    assert ack.moved_bytes.get(link, 0) == planned.get(rank, 0), link
+    if case == "apart":
+        assert sum(plans[0].network_out.values()) == distinct_bytes()
+        assert plans[0].fanout_in
+
+
+def test_twenty_syncs_leave_files_threads_and_store_as_they_were(world: World) -> None:
+    learner, server = world.pair(30.0)
+    assert verified(learner.publish(2, 2, [server]))
+
+    def open_things() -> list[object]:
+        return [*learner.ranks.ask(("census",)), *server.ranks.ask(("census",))]
+
+    before = open_things()
+    for version in range(3, 23):
+        assert verified(learner.publish(version, version, [server]))
+    assert server.holds(22)
+    assert open_things() == before
+
+
+def test_server_that_is_started_anew_gets_a_new_group(world: World) -> None:
+    learner, server = world.pair()
+    before = learner.ranks.ask(("census",))
+    for version in (2, 3):
+        server.restart()
+        start = time.monotonic()
+        assert verified(learner.publish(version, version, [server]))
+        assert time.monotonic() - start < SHORT_S / 2  # nobody waited for the old one
+        assert server.holds(version)
+    assert learner.ranks.ask(("census",)) == before
+
+
+FAULTS: dict[str, tuple[Callable[[World, Learner, Server], list[object]], str]] = {
+    "a bucket is dropped": (
+        lambda w, lr, s: lr.publish(2, 2, [s], ("drop", 1), 1),
+        "from learner rank 1 did not end in time",
+    ),
+    "a bucket is sent twice": (
+        lambda w, lr, s: lr.publish(2, 2, [s], ("double", 2), 1),
+        "to TP rank",
+    ),
+    "a server rank is killed": (lambda w, lr, s: _fault_in(lr, s, ("kill", 3)), "has ended"),
+    "a server rank hangs": (lambda w, lr, s: _fault_in(lr, s, ("stop", 3)), "to TP rank 1"),
+}
+
+
+def _fault_in(learner: Learner, server: Server, fault: tuple[str, int]) -> list[object]:
+    server.faults[1] = fault
+    answers = learner.publish(2, 2, [server])
+    server.restart()
+    return answers
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_failed_sync_ends_in_time_names_who_and_the_next_one_succeeds(
+    world: World, kind: str
+) -> None:
+    learner, server = world.pair()
+    before = learner.ranks.ask(("census",))
+    fail, who = FAULTS[kind]
+    start = time.monotonic()
+    error = first_error(fail(world, learner, server))  # type: ignore[arg-type]
+    assert time.monotonic() - start < SHORT_S + ENDING_S
+    assert who in error, error
+    start = time.monotonic()
+    assert verified(learner.publish(3, 3, [server]))
+    assert time.monotonic() - start < SHORT_S / 2
+    assert server.holds(3) and server.version == "3"
+    assert learner.ranks.ask(("census",)) == before
+
+
+def test_killed_learner_rank_is_named_by_the_server_which_serves_the_next_learner(
+    world: World,
+) -> None:
+    learner, server = world.pair()
+    start = time.monotonic()
+    answers = learner.publish(2, 2, [server], ("kill", 2), 1)
+    assert time.monotonic() - start < SHORT_S + ENDING_S
+    assert answers[1] is None and isinstance(answers[0], str)  # the ranks' own group is broken
+    errors = [ack.error for ack in server.acks if ack is not None]
+    assert len(errors) == 2 and all("learner rank 1" in error for error in errors), errors
+    learner.ranks.kill()
+    again = world.learner(LearnerMesh(tp=2), learner.places)
+    assert verified(again.publish(3, 3, [server]))
+    assert server.holds(3)
+
+
+def test_killed_learner_holds_no_server_up_for_longer_than_the_deadline(world: World) -> None:
+    learner, server = world.pair()
+    server.faults[0] = ("stop", 2)  # so that the other ranks are in the middle of it
+    learner.ranks.tell([("publish", 2, 2, [server.endpoint], None)] * 2)
+    time.sleep(1.0)
+    learner.ranks.kill()
+    start = time.monotonic()
+    ack = server.ranks.pipes[1].poll(SHORT_S + ENDING_S)
+    assert ack and time.monotonic() - start < SHORT_S + ENDING_S
+    server.restart()
+    again = world.learner(LearnerMesh(tp=2), learner.places)
+    assert verified(again.publish(3, 3, [server]))
+
+
+def test_one_bad_server_does_not_hold_up_the_others(world: World) -> None:
+    learner, good = world.pair()
+    bad = world.server("bad", ("z",))
+    bad.faults[0] = ("drop", 0)
+    start = time.monotonic()
+    report = learner.publish(2, 2, [bad, good])[0]
+    assert isinstance(report, SyncReport)
+    results = {server.server: server for server in report.servers}
+    assert results["server-0"].verified and not results["bad"].verified
+    assert time.monotonic() - start < SHORT_S + ENDING_S
+    assert good.holds(2)
+
+
+def test_server_that_refuses_is_told_of_at_once_and_nobody_waits(world: World) -> None:
+    learner, server = world.pair(30.0)
+    server.is_open, opened = True, server.handle
+    server.handle = lambda route, body: (500, "no")  # type: ignore[method-assign]
+    start = time.monotonic()
+    assert "500" in first_error(learner.publish(2, 2, [server]))
+    assert time.monotonic() - start < 3
+    server.handle, server.is_open = opened, False  # type: ignore[method-assign]
+    assert verified(learner.publish(3, 3, [server]))
+
+
+def test_nothing_is_left_in_shared_memory_when_all_is_apart(world: World) -> None:
+    before = {path.name for path in Path("/dev/shm").glob("megarl_*")}
+    learner, _ = world.pair()
+    assert {path.name for path in Path("/dev/shm").glob("megarl_*")} == before
+    learner.ranks.ask(("close",))
