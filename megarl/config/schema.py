@@ -221,8 +221,12 @@ class LoopConfig(Group):
 class WeightSyncConfig(Group):
     """Stage g."""
 
-    mode: Literal["shared"] = "shared"
-    """`shared`: through memory that learner and server ranks of one host share."""
+    mode: Literal["auto", "shared"] = "auto"
+    """`auto`: each pair of ranks by where the two are: through memory that they share on one node,
+    by messages between nodes. `shared`: through shared memory, refused unless all is on one node.
+    """
+    bucket_mib: Positive = 64
+    """Largest message between nodes, in MiB; one tensor's part may be larger."""
 
 
 class CheckpointConfig(Group):

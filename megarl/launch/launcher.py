@@ -20,6 +20,7 @@ from megarl.errors import LaunchError
 from megarl.launch.process import Process, start
 from megarl.launch.topology import Seat, Topology
 from megarl.launch.warden import NODE_RANK
+from megarl.nodes import ADDRESS_VARIABLE, NODE_VARIABLE
 
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"  # names the run's shared memory: megarl_<run id>_*
 LEARNER = "learner"
@@ -70,7 +71,8 @@ class Launcher:
         argv = learner_command(self._config, self._run_dir, seat)
         log_path = self._run_dir / "logs" / "learner.log"
         sweeps = [f"--sweep-run={run_id}" for run_id in self._run_ids]
-        return await self._start(LEARNER, seat, argv, {}, log_path, LEARNER_GRACE_S, sweeps)
+        env = {ADDRESS_VARIABLE: seat.address}
+        return await self._start(LEARNER, seat, argv, env, log_path, LEARNER_GRACE_S, sweeps)
 
     async def spawn(
         self, argv: Sequence[str], env: Mapping[str, str], name: str, log_path: Path
@@ -102,6 +104,8 @@ class Launcher:
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             RUN_ID_VARIABLE: self._run_ids[0],
+            # Of several nodes each has its own name from Slurm.
+            NODE_VARIABLE: seat.nodes[0].name if len(seat.nodes) == 1 else "",
             **env,
         }
         process = await start(

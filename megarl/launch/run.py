@@ -151,9 +151,15 @@ class _Run:
         endpoint = run_dir / "endpoints" / "learner.json"
         endpoint.unlink(missing_ok=True)  # of an earlier start
         process = await self._launcher.start_learner()
-        hosts = [seat.address for seat in self._topology.servers]
+        seats = self._topology.servers
         servers = ServerPool(
-            self._config, run_dir, self._launcher.spawn, self._topology.device, hosts
+            self._config,
+            run_dir,
+            self._launcher.spawn,
+            self._topology.device,
+            hosts=[seat.address for seat in seats],
+            nodes=[seat.nodes[0].name for seat in seats],
+            gpus=[tuple(range(*seat.gpus)) if seat.gpus else () for seat in seats],
         )
         try:
             self._progress.note(

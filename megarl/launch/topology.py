@@ -17,6 +17,7 @@ from typing import Literal
 
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, LaunchError
+from megarl.nodes import NODE_VARIABLE, node_name
 
 LOOPBACK = "127.0.0.1"
 SCONTROL_S = 30.0  # a busy slurmctld answers late
@@ -29,7 +30,8 @@ Device = Literal["cpu", "cuda"]
 class Node:
     """A node: its name, the address that servers on it bind to and are reached at, and its host.
 
-    Two nodes of one `host` share memory. Counts are of what the job may use there.
+    Processes of one node share memory; nodes that only pretend to be several have one `host`.
+    Counts are of what the job may use there.
     """
 
     name: str
@@ -78,11 +80,11 @@ def make_topology(config: Config, environ: Mapping[str, str]) -> Topology:
     Raises ConfigError where they do not fit, LaunchError where Slurm does not answer.
     """
     kind = launch_kind(config, environ)
-    nodes = slurm_nodes(environ) if kind == "slurm" else (local_node(environ),)
+    nodes = slurm_nodes(environ) if kind == "slurm" else local_nodes(environ)
     device = launch_device(config, nodes)
     learner, servers = place(config, nodes, device)
     topology = Topology(kind, device, nodes, learner, servers)
-    _check_shared_memory(config, topology)
+    _check_mode(config, topology)
     return topology
 
 
@@ -106,20 +108,22 @@ def launch_device(config: Config, nodes: Sequence[Node]) -> Device:
     return config.launch.device
 
 
-def node_name(environ: Mapping[str, str]) -> str:
-    """Node identity: MEGARL_NODE, else Slurm's node name, else the host name.
+def local_nodes(environ: Mapping[str, str]) -> tuple[Node, ...]:
+    """This machine, reached over loopback only, as one node.
 
-    >>> node_name({"MEGARL_NODE": "a", "SLURMD_NODENAME": "n1"})
-    'a'
+    For trials MEGARL_NODE may name several, as in `a,b`: the machine then stands for all of them,
+    and weights travel between them as between machines. Raises ConfigError for that with GPUs,
+    which no two nodes can share.
     """
-    return environ.get("MEGARL_NODE") or environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def local_node(environ: Mapping[str, str]) -> Node:
-    """This machine, reached over loopback only."""
-    name = node_name(environ)
+    names = node_name(environ).split(",")
     num_cpus = len(os.sched_getaffinity(0))
-    return Node(name, LOOPBACK, name, num_cpus, _local_gpus(environ, Path("/dev")))
+    num_gpus = _local_gpus(environ, Path("/dev"))
+    if num_gpus and len(names) > 1:
+        raise ConfigError(
+            f"{NODE_VARIABLE} names {len(names)} nodes, and this machine has {num_gpus} GPU(s), "
+            "which they cannot share; name one node, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+        )
+    return tuple(Node(name, LOOPBACK, name, num_cpus, num_gpus) for name in names)
 
 
 def _local_gpus(environ: Mapping[str, str], devices: Path) -> int:
@@ -246,11 +250,19 @@ def _slots(start: int, end: int, size: int) -> range:
     return range(start, end - size + 1, size)
 
 
-def _check_shared_memory(config: Config, topology: Topology) -> None:
+def _check_mode(config: Config, topology: Topology) -> None:
+    """Raise ConfigError where the seats are not what `weight_sync.mode` and the launcher need."""
     seats = (topology.learner, *topology.servers)
-    hosts = sorted({node.host for seat in seats for node in seat.nodes})
-    if config.weight_sync.mode == "shared" and len(hosts) > 1:
+    names = sorted({node.name for seat in seats for node in seat.nodes})
+    if config.weight_sync.mode == "shared" and len(names) > 1:
         raise ConfigError(
-            f"weight_sync.mode=shared needs learner and servers on one host, and they are on "
-            f"{', '.join(hosts)}; ask Slurm for one node (sbatch --nodes=1)"
+            f"weight_sync.mode=shared needs learner and servers on one node, and they are on "
+            f"{', '.join(names)}; ask Slurm for one node (sbatch --nodes=1), or set "
+            "weight_sync.mode=auto"
+        )
+    if topology.kind == "local" and len(topology.learner.nodes) > 1:
+        raise ConfigError(
+            f"launch.kind=local starts the learner on one node, and its "
+            f"{config.learner_processes} ranks are on {len(topology.learner.nodes)}; name two "
+            f"nodes at most in {NODE_VARIABLE}"
         )

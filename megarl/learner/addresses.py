@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import socket
 
+from megarl.nodes import ADDRESS_VARIABLE
+
 
 def listen_address() -> str:
-    """Loopback where all ranks run on this machine, else the address of the job's interface.
+    """The address of the learner's first node, as the launcher gives it.
 
-    That is the one the other nodes reach rank 0 by, MASTER_ADDR's, or this host's name.
+    Without a launcher: loopback where all ranks run on this machine, else the one that the other
+    nodes reach rank 0 by, MASTER_ADDR's, or this host's name.
     """
+    if given := os.environ.get(ADDRESS_VARIABLE):
+        return given
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" and "SLURM_JOB_ID" not in os.environ:
         return "127.0.0.1"
     for name in (os.environ.get("MASTER_ADDR", ""), socket.gethostname()):

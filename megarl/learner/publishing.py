@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megarl.learner.addresses import listen_address
+from megarl.nodes import node_name
 from megarl.weight_sync.control import SourceSpec
+from megarl.weight_sync.places import Place
 from megarl.weight_sync.session import WeightSync
 
 if TYPE_CHECKING:
@@ -43,4 +45,6 @@ def build_weight_sync(learner: Learner) -> WeightSync:
         host=listen_address(),
         cpu_servers=ranks.device.type == "cpu",
         deadline_s=config.deadline.sync_s,
+        place=Place(node_name(os.environ), int(os.environ.get("LOCAL_RANK", "0"))),
+        bucket_bytes=config.weight_sync.bucket_mib << 20,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -130,10 +130,9 @@ class Starter:
 
     async def _start(self, server: Server, incarnation: int, port: int) -> None:
         server.become("starting")
-        server.endpoint = ServerEndpoint(
-            name=server.name,
+        server.endpoint = replace(
+            server.endpoint,
             url=f"http://{server.host}:{port}",
-            tp=self.config.rollout.parallel.tp,
             incarnation=incarnation,
             api_key=self.api_key,
             admin_key=self.admin_key,

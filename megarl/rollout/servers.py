@@ -14,6 +14,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -33,8 +34,8 @@ RestartHook = Callable[[ServerEndpoint], Awaitable[None]]
 
 
 class ServerPool:
-    """`rollout.servers` SGLang servers. `hosts[i]` is where server i runs; `run_dir/logs` gets the
-    logs.
+    """`rollout.servers` SGLang servers. `hosts[i]` is the address that server i binds to, nodes[i]
+    and gpus[i] say where its ranks run (see ServerEndpoint); `run_dir/logs` gets the logs.
 
     `on_restart` is called with a restarted server's endpoint, and must publish the current policy
     to it.
@@ -48,6 +49,8 @@ class ServerPool:
         device: Device,
         hosts: Sequence[str] = (),
         on_restart: RestartHook | None = None,
+        nodes: Sequence[str] = (),
+        gpus: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self.on_restart = on_restart
         self._config = config
@@ -67,6 +70,10 @@ class ServerPool:
             Server(index, host, ServerEndpoint(f"server-{index}", "", tp, incarnation=0))
             for index, host in enumerate(hosts)
         ]
+        for server, node in zip(self._servers, nodes, strict=False):
+            server.endpoint = replace(server.endpoint, nodes=(node,) * tp)
+        for server, mine in zip(self._servers, gpus, strict=False):
+            server.endpoint = replace(server.endpoint, gpus=mine)
 
     async def start(self) -> None:
         """Start all servers and wait until each is healthy; they are unsynced then.

@@ -48,10 +48,10 @@ async def test_environment_of_a_server_has_the_run_id_and_its_own_additions(
 ) -> None:
     started = launcher(tmp_path)
     log = tmp_path / "log"
-    argv = ["sh", "-c", "echo $MEGARL_RUN_ID $KEY"]
+    argv = ["sh", "-c", "echo $MEGARL_RUN_ID $KEY $MEGARL_NODE"]
     process = await started.spawn(argv, {"KEY": "k"}, "server-0", log)
     assert await process.wait() == 0
-    assert log.read_text() == "r1 k\n"
+    assert log.read_text() == f"r1 k {started.topology.nodes[0].name}\n"
 
 
 async def test_end_all_leaves_no_process_and_starts_none_after(tmp_path: Path) -> None:

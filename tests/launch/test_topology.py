@@ -11,7 +11,7 @@ from megarl.launch.topology import (
     expand_counts,
     launch_device,
     launch_kind,
-    local_node,
+    local_nodes,
     make_topology,
     place,
     resolve,
@@ -89,12 +89,21 @@ def test_everything_is_on_this_machine_outside_a_job() -> None:
 
 
 def test_node_takes_its_name_from_megarl_node() -> None:
-    assert local_node({"MEGARL_NODE": "a"}).name == "a"
+    assert [node.name for node in local_nodes({"MEGARL_NODE": "a"})] == ["a"]
+
+
+def test_this_machine_stands_for_several_nodes_where_megarl_node_names_them() -> None:
+    setting = config(rollout={"servers": 2}, launch={"device": "cpu"})
+    topology = make_topology(setting, {"MEGARL_NODE": "a,b", "CUDA_VISIBLE_DEVICES": ""})
+    assert topology.describe() == "learner on a, servers on b, b"
+    assert {seat.address for seat in (topology.learner, *topology.servers)} == {"127.0.0.1"}
+    with pytest.raises(ConfigError, match="2 nodes, and this machine has 1 GPU"):
+        local_nodes({"MEGARL_NODE": "a,b", "CUDA_VISIBLE_DEVICES": "0"})
 
 
 def test_visible_gpus_are_those_of_cuda_visible_devices() -> None:
-    assert local_node({"CUDA_VISIBLE_DEVICES": "3,5"}).num_gpus == 2
-    assert local_node({"CUDA_VISIBLE_DEVICES": ""}).num_gpus == 0
+    assert local_nodes({"CUDA_VISIBLE_DEVICES": "3,5"})[0].num_gpus == 2
+    assert local_nodes({"CUDA_VISIBLE_DEVICES": ""})[0].num_gpus == 0
 
 
 def test_slurm_launch_outside_a_job_is_refused() -> None:
@@ -172,7 +181,9 @@ def test_what_does_not_fit_on_gpus_is_refused_with_the_arithmetic(
         place(setting, nodes(2, gpus=4), "cuda")
 
 
-def test_shared_memory_between_two_hosts_is_refused(scontrol: Path) -> None:
-    scontrol.write_text(scontrol.read_text().replace("NodeHostName=vm", "NodeHostName=$3"))
+def test_two_nodes_are_taken_by_default_and_refused_where_memory_must_be_shared(
+    scontrol: Path,
+) -> None:
+    assert make_topology(config(), JOB).describe() == "learner on n1, servers on n2"
     with pytest.raises(ConfigError, match="n1, n2; ask Slurm for one node"):
-        make_topology(config(), JOB)
+        make_topology(config(weight_sync={"mode": "shared"}), JOB)

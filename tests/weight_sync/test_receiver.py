@@ -19,8 +19,8 @@ from megarl.weight_sync import coverage, receiver
 from megarl.weight_sync.acks import Ack
 from megarl.weight_sync.checksum import add
 from megarl.weight_sync.control import WIRE_DTYPES, ControlMessage, SourceSpec, decode, stamp
-from megarl.weight_sync.receiver import Receiver
 from megarl.weight_sync.places import ServerKind
+from megarl.weight_sync.receiver import Receiver
 from megarl.weight_sync.sender import Sender
 from tests.reshard.models import tiny_shape
 from tests.weight_sync import tiny
