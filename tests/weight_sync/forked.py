@@ -85,8 +85,13 @@ def census() -> dict[str, int]:
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "shared": len([p for p in Path("/dev/shm").iterdir() if p.name.startswith("megarl_")]),
+        "shared": len(list(Path("/dev/shm").glob(f"megarl_{run_id(os.getppid(), '*')}_*"))),
     }
+
+
+def run_id(server_pid: int | str, port: int | str) -> str:
+    """What the arenas of a learner are called; all ranks are children of one fork server."""
+    return f"forked{server_pid}-{port}"
 
 
 class Ranks:
@@ -144,6 +149,7 @@ class Learner:
             _learner_rank,
             [(rank, port, mesh, self.places, deadline_s) for rank in range(len(places))],
         )
+        self.port = port
 
     def publish(
         self, seed: int, version: int, servers: Sequence[Server], fault: Fault | None = None,
@@ -163,9 +169,16 @@ class Learner:
         where = placement(learner_devices(self.places), devices)
         return make_plan(layout, sglang_layout(SHAPE, _mesh(server.endpoint.tp)), where, 4)
 
+    @property
+    def shared(self) -> list[str]:
+        """Its arenas."""
+        return [path.name for path in Path("/dev/shm").glob(f"megarl_{run_id('*', self.port)}_*")]
+
     def close(self) -> None:
-        self.ranks.ask(("close",))
+        """End the ranks as they are, and remove what a killed one cannot."""
         self.ranks.kill()
+        for name in self.shared:
+            (Path("/dev/shm") / name).unlink()
 
 
 class Server:
@@ -253,8 +266,13 @@ def _mesh(tp: int) -> ServerMesh:
 
 
 def _learner_rank(
-    pipe: Connection, rank: int, port: int, mesh: LearnerMesh, places: tuple[Place, ...], limit: float
-) -> None:  # fmt: skip
+    pipe: Connection,
+    rank: int,
+    port: int,
+    mesh: LearnerMesh,
+    places: tuple[Place, ...],
+    limit_s: float,
+) -> None:
     world = len(places)
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
@@ -262,8 +280,8 @@ def _learner_rank(
     spec = SourceSpec(SHAPE, mesh)
     parameters = tiny.on_learner(spec, tiny.weights(SHAPE, 0))[rank]
     sync = WeightSync(
-        f"forked{os.getppid()}-{port}", spec, rank, parameters, "fp32",
-        group=dist.group.WORLD, cpu_servers=True, deadline_s=limit, place=places[rank],
+        run_id(os.getppid(), port), spec, rank, parameters, "fp32",
+        group=dist.group.WORLD, cpu_servers=True, deadline_s=limit_s, place=places[rank],
         bucket_bytes=BUCKET_BYTES,
     )  # fmt: skip
     while True:
@@ -283,7 +301,7 @@ def _learner_rank(
             pipe.send({**census(), "keys": keys})
         else:
             sync.close()
-            pipe.send(census())
+            pipe.send(True)
 
 
 def _server_rank(pipe: Connection, rank: int, tp: int) -> None:

@@ -1,8 +1,8 @@
 """One rank of a stand-in learner: holds Megatron-shaped tensors, publishes when told to.
 
 `python -m tests.weight_sync.learner_ranks RANK WORLD PORT`; each line of its input is a JSON
-object {mesh, seed, version, servers, deadline_s}, each answer a line of JSON. Real collectives, no
-Megatron.
+object {mesh, seed, version, servers, deadline_s, bucket_bytes}, each answer a line of JSON. All ranks
+are on a node called "a". Real collectives, no Megatron.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def main(rank: int, world: int, port: int) -> None:
 
     from megarl.reshard.mesh import LearnerMesh
     from megarl.weight_sync.control import SourceSpec
+    from megarl.weight_sync.places import Place
     from megarl.weight_sync.session import WeightSync
     from tests.weight_sync import tiny
 
@@ -88,6 +89,8 @@ def main(rank: int, world: int, port: int) -> None:
                 group=dist.group.WORLD,
                 cpu_servers=True,
                 deadline_s=order.get("deadline_s", 60.0),
+                place=Place("a", rank),
+                bucket_bytes=order.get("bucket_bytes", 64 << 20),
             )
             if order.get("broken_rank") == rank:
                 del parameters["decoder.layers.0.mlp.linear_fc2.weight"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -45,9 +44,7 @@ class World:
 
     def close(self) -> None:
         for made in self._made:
-            made.ranks.kill()
-            if isinstance(made, Server):
-                made.close()
+            made.close()
 
 
 @pytest.fixture
@@ -236,8 +233,13 @@ def test_server_that_refuses_is_told_of_at_once_and_nobody_waits(world: World) -
     assert verified(learner.publish(3, 3, [server]))
 
 
-def test_nothing_is_left_in_shared_memory_when_all_is_apart(world: World) -> None:
-    before = {path.name for path in Path("/dev/shm").glob("megarl_*")}
-    learner, _ = world.pair()
-    assert {path.name for path in Path("/dev/shm").glob("megarl_*")} == before
+def test_arenas_are_made_for_servers_of_the_node_alone_and_removed_at_the_end(
+    world: World,
+) -> None:
+    learner, server = world.pair()
+    assert learner.shared == []
+    beside = world.server("beside", ("a",))
+    assert verified(learner.publish(2, 2, [server, beside]))
+    assert len(learner.shared) == 2  # one for each learner rank
     learner.ranks.ask(("close",))
+    assert learner.shared == []

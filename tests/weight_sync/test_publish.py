@@ -143,6 +143,23 @@ def test_two_learner_ranks_publish_together_to_both_servers(
     assert_serves(site, site.tp2, seed, seed)
 
 
+@pytest.mark.parametrize("nodes", [("b", "b"), ("a", "b")], ids=["apart", "across"])
+def test_server_on_another_node_gets_its_weights_by_messages_and_serves_them(
+    site: Site, ranks: LearnerRanks, nodes: tuple[str, str]
+) -> None:
+    seed = 50 + len(set(nodes))
+    server = dataclasses.replace(site.tp2.endpoint, nodes=nodes)
+    report, _ = ranks.publish((2, 1, 1), seed, seed, [server], bucket_bytes=16 << 10)
+    assert [found["error"] for found in report["servers"]] == [""]
+    distinct = sum(tensor.numel() for tensor in tiny.weights(SHAPE, seed).values()) * 4
+    assert report["moved_bytes"] == report["minimum_bytes"]
+    if nodes == ("b", "b"):
+        assert report["network_bytes"] == distinct
+    else:
+        assert 0 < report["network_bytes"] < distinct
+    assert_serves(site, site.tp2, seed, seed)
+
+
 def test_failure_on_one_learner_rank_is_raised_on_all_and_hangs_none(
     site: Site, ranks: LearnerRanks
 ) -> None:
@@ -258,7 +275,7 @@ def test_success_without_an_acknowledgement_is_no_success(
 ) -> None:
     learner = Learner(deadline_s=1.0)
     monkeypatch.setattr(exchange, "LOAD_FORMAT", sabotage.LOADERS[2])
-    assert_refused(learner.publish(9, site.tp2), "no acknowledgement from TP ranks [0, 1]")
+    assert_refused(learner.publish(9, site.tp2), "no acknowledgement from TP rank 0, TP rank 1")
     learner.sync.close()
 
 
