@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from graphlib import TopologicalSorter
+
 import pytest
 
 from megarl.errors import LayoutError
@@ -73,3 +75,19 @@ def test_copy_larger_than_a_bucket_has_one_of_its_own() -> None:
 def test_bucket_of_nothing_is_refused() -> None:
     with pytest.raises(LayoutError, match="hold nothing"):
         buckets(PLAN, PLAN.operations_to(0), 0)
+
+
+def test_every_rank_takes_its_messages_in_the_one_order_of_all() -> None:
+    """So that no ring of ranks, each with its window full, can wait for each other."""
+    lists = [
+        [(b.source, b.destination, b.number) for b in buckets(PLAN, operations, LIMIT)]
+        for operations in (
+            *(PLAN.operations_from(rank) for rank in SOURCE.rank_ids),
+            *(PLAN.operations_to(rank) for rank in DESTINATION.rank_ids),
+        )
+    ]
+    waits: dict[object, set[object]] = {}  # message -> those that a rank puts before it
+    for mine in lists:
+        for before, after in zip(mine, mine[1:], strict=False):
+            waits.setdefault(after, set()).add(before)
+    assert len(list(TopologicalSorter(waits).static_order())) > 16  # raises CycleError for a ring

@@ -32,7 +32,7 @@ def test_quickstart_runs_with_the_learner_on_one_node_and_the_server_on_the_othe
     log = tmp_path / "job.log"
     job = cluster.submit(
         f"--output={log}",
-        "--nodes=2",  # of one host
+        "--nodes=2",  # between which weights travel by messages, though they are of one host
         "slurm/train.sbatch",
         "examples/quickstart.toml",
         *("--run.dir", str(run.parent)),
@@ -49,6 +49,7 @@ def test_quickstart_runs_with_the_learner_on_one_node_and_the_server_on_the_othe
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(NUM_STEPS)), output
     assert all(step["mismatch/mean_abs_logprob"] < 1e-4 for step in steps)
+    assert all(step["weight_sync/network_bytes"] == step["weight_sync/bytes"] for step in steps)
     phases = [json.loads(path.read_text()) for path in (run / "logs").glob("*.phase")]
     assert {phase["host"] for phase in phases} == {"n1"}
     assert "learner on n1, servers on n2" in (run / "logs" / "controller.log").read_text()

@@ -52,17 +52,21 @@ Fault = tuple[str, int]
 
 
 def faulty(transfers: list[Transfer], fault: Fault) -> list[Transfer]:
-    """The transfers of one sync, of which one is dropped, doubled, or ends or stops the process."""
+    """The transfers of one sync, of which one is dropped, doubled, changed by a bit, or ends or stops
+    the process."""
     kind, at = fault
     if kind == "drop":
         return transfers[:at] + transfers[at + 1 :]
     if kind == "double":
         return [*transfers[: at + 1], transfers[at], *transfers[at + 1 :]]
-    signum = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind]
     whole = transfers[at].buffer
 
     def buffer() -> torch.Tensor:
-        os.kill(os.getpid(), signum)
+        if kind == "change":
+            changed = whole().clone()
+            changed.view(torch.int32)[-1] ^= 1
+            return changed
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
         return whole()
 
     return [*transfers[:at], replace(transfers[at], buffer=buffer), *transfers[at + 1 :]]

@@ -1,8 +1,8 @@
 """One rank of a stand-in learner: holds Megatron-shaped tensors, publishes when told to.
 
 `python -m tests.weight_sync.learner_ranks RANK WORLD PORT`; each line of its input is a JSON
-object {mesh, seed, version, servers, deadline_s, bucket_bytes}, each answer a line of JSON. All ranks
-are on a node called "a". Real collectives, no Megatron.
+object {mesh, seed, version, servers, deadline_s, bucket_bytes}, each answer a line of JSON. All
+ranks are on a node called "a". Real collectives, no Megatron.
 """
 
 from __future__ import annotations

@@ -69,6 +69,12 @@ def first_error(answers: Sequence[SyncReport | str | None]) -> str:
     return report.servers[0].error
 
 
+def held(learner: Learner) -> list[tuple[int, ...]]:
+    """Files, threads and arenas of each learner rank."""
+    found = learner.ranks.ask(("census",))
+    return [tuple(each[name] for name in ("files", "threads", "shared")) for each in found]
+
+
 def on(*nodes: str) -> list[Place]:
     return [Place(node, rank) for rank, node in enumerate(nodes)]
 
@@ -130,31 +136,43 @@ def test_twenty_syncs_leave_files_threads_and_store_as_they_were(world: World) -
 
 def test_server_that_is_started_anew_gets_a_new_group(world: World) -> None:
     learner, server = world.pair()
-    before = learner.ranks.ask(("census",))
+    before = held(learner)
     for version in (2, 3):
         server.restart()
         start = time.monotonic()
         assert verified(learner.publish(version, version, [server]))
         assert time.monotonic() - start < SHORT_S / 2  # nobody waited for the old one
         assert server.holds(version)
-    assert learner.ranks.ask(("census",)) == before
+    assert held(learner) == before
 
 
-FAULTS: dict[str, tuple[Callable[[World, Learner, Server], list[object]], str]] = {
+Answers = list[SyncReport | str | None]
+
+FAULTS: dict[str, tuple[Callable[[Learner, Server], Answers], str]] = {
+    "a bit is changed": (
+        lambda learner, server: learner.publish(2, 2, [server], ("change", 3)),
+        "checksums differ",
+    ),
     "a bucket is dropped": (
-        lambda w, lr, s: lr.publish(2, 2, [s], ("drop", 1), 1),
+        lambda learner, server: learner.publish(2, 2, [server], ("drop", 1), 1),
         "from learner rank 1 did not end in time",
     ),
     "a bucket is sent twice": (
-        lambda w, lr, s: lr.publish(2, 2, [s], ("double", 2), 1),
+        lambda learner, server: learner.publish(2, 2, [server], ("double", 2), 1),
         "to TP rank",
     ),
-    "a server rank is killed": (lambda w, lr, s: _fault_in(lr, s, ("kill", 3)), "has ended"),
-    "a server rank hangs": (lambda w, lr, s: _fault_in(lr, s, ("stop", 3)), "to TP rank 1"),
+    "a server rank is killed": (
+        lambda learner, server: _fault_in(learner, server, ("kill", 3)),
+        "has ended",
+    ),
+    "a server rank hangs": (
+        lambda learner, server: _fault_in(learner, server, ("stop", 3)),
+        "to TP rank 1",
+    ),
 }
 
 
-def _fault_in(learner: Learner, server: Server, fault: tuple[str, int]) -> list[object]:
+def _fault_in(learner: Learner, server: Server, fault: tuple[str, int]) -> Answers:
     server.faults[1] = fault
     answers = learner.publish(2, 2, [server])
     server.restart()
@@ -166,17 +184,17 @@ def test_failed_sync_ends_in_time_names_who_and_the_next_one_succeeds(
     world: World, kind: str
 ) -> None:
     learner, server = world.pair()
-    before = learner.ranks.ask(("census",))
+    before = held(learner)
     fail, who = FAULTS[kind]
     start = time.monotonic()
-    error = first_error(fail(world, learner, server))  # type: ignore[arg-type]
+    error = first_error(fail(learner, server))
     assert time.monotonic() - start < SHORT_S + ENDING_S
     assert who in error, error
     start = time.monotonic()
     assert verified(learner.publish(3, 3, [server]))
     assert time.monotonic() - start < SHORT_S / 2
     assert server.holds(3) and server.version == "3"
-    assert learner.ranks.ask(("census",)) == before
+    assert held(learner) == before
 
 
 def test_killed_learner_rank_is_named_by_the_server_which_serves_the_next_learner(
