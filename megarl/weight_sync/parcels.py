@@ -6,12 +6,15 @@ nothing of how a message travels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
 
 from megarl.reshard.buckets import Bucket, buckets, message_order
 from megarl.reshard.layout import num_elements
-from megarl.reshard.moves import Link, Move
+from megarl.reshard.moves import LINKS, Link, Move, Operations
 from megarl.reshard.plan import Plan
 
 
@@ -57,18 +60,14 @@ def members(plan: Plan) -> tuple[str, ...]:
 
 def from_learner(plan: Plan, rank: int, bucket_bytes: int) -> tuple[Parcel, ...]:
     """What learner rank `rank` sends by network, in its order."""
-    operations = plan.operations_from(rank)
-    moves = operations.moves(plan)
-    found = buckets(plan, operations, bucket_bytes, "network")
-    return tuple(_parcel(bucket, moves, "network") for bucket in found)
+    found = _parcels(plan, plan.operations_from(rank), bucket_bytes, "network")
+    return tuple(parcel for _, parcel in found)
 
 
 def to_server(plan: Plan, rank: int, bucket_bytes: int) -> tuple[Parcel, ...]:
     """What TP rank `rank` gets by network, in its order."""
-    operations = plan.operations_to(rank)
-    moves = operations.moves(plan)
-    found = buckets(plan, operations, bucket_bytes, "network")
-    return tuple(_parcel(bucket, moves, "network") for bucket in found)
+    found = _parcels(plan, plan.operations_to(rank), bucket_bytes, "network")
+    return tuple(parcel for _, parcel in found)
 
 
 def inside_node(plan: Plan, rank: int, bucket_bytes: int) -> tuple[Parcel, ...]:
@@ -76,26 +75,42 @@ def inside_node(plan: Plan, rank: int, bucket_bytes: int) -> tuple[Parcel, ...]:
 
     In the one order of all messages, so that no two ranks wait for each other.
     """
-    if rank not in plan.traffic.fanout_in and rank not in plan.traffic.fanout_out:
-        return ()
-    node = plan.placement.destination[rank].node
-    peers = [r for r in plan.traffic.fanout_in if plan.placement.destination[r].node == node]
-    found: list[tuple[Bucket, Parcel]] = []
-    for peer in peers:
-        operations = plan.operations_to(peer)
-        moves = operations.moves(plan)
-        for bucket in buckets(plan, operations, bucket_bytes, "fanout"):
-            if rank in (bucket.source, bucket.destination):
-                found.append((bucket, _parcel(bucket, moves, "fanout")))
+    traffic, where = plan.traffic, plan.placement.destination
+    found = []
+    if rank in traffic.fanout_in:
+        found += _parcels(plan, plan.operations_to(rank), bucket_bytes, "fanout")
+    if rank in traffic.fanout_out:
+        for peer in traffic.fanout_in:
+            if peer != rank and where[peer].node == where[rank].node:
+                mine = _rows(plan.operations_to(peer), lambda to: to.source == rank)
+                found += _parcels(plan, mine, bucket_bytes, "fanout")
     order = message_order(plan)
     return tuple(parcel for _, parcel in sorted(found, key=lambda pair: order(pair[0])))
 
 
-def _parcel(bucket: Bucket, moves: Sequence[Move], link: Link) -> Parcel:
+def _parcels(
+    plan: Plan, operations: Operations, bucket_bytes: int, link: Link
+) -> list[tuple[Bucket, Parcel]]:
+    """The messages over `link`, with the buckets that they are."""
+    number = LINKS.index(link)
+    mine = _rows(operations, lambda all_of: all_of.link == number)
+    moves = mine.moves(plan)
     giver = server_member if link == "fanout" else learner_member
-    return Parcel(
-        giver(bucket.source),
-        server_member(bucket.destination),
-        bucket.number,
-        tuple(moves[row] for row in bucket.rows),
-    )
+    return [
+        (
+            bucket,
+            Parcel(
+                giver(bucket.source),
+                server_member(bucket.destination),
+                bucket.number,
+                tuple(moves[row] for row in bucket.rows),
+            ),
+        )
+        for bucket in buckets(plan, mine, bucket_bytes, link)
+    ]
+
+
+def _rows(operations: Operations, wanted: Callable[[Operations], Any]) -> Operations:
+    """The rows where `wanted` is true, in their order."""
+    kept = np.flatnonzero(wanted(operations))
+    return Operations(*(getattr(operations, column.name)[kept] for column in fields(operations)))

@@ -1,5 +1,6 @@
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,23 @@ async def test_environment_of_a_server_has_the_run_id_and_its_own_additions(
     process = await started.spawn(argv, {"KEY": "k"}, "server-0", log)
     assert await process.wait() == 0
     assert log.read_text() == f"r1 k {started.topology.nodes[0].name}\n"
+
+
+async def test_learner_is_told_its_address_and_a_node_only_where_it_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several nodes each takes its own name, from Slurm."""
+    monkeypatch.setenv("MEGARL_NODE", "ours")
+    tell = ["sh", "-c", "echo $MEGARL_LEARNER_ADDRESS $MEGARL_NODE"]
+    monkeypatch.setattr("megarl.launch.launcher.learner_command", lambda *_: tell)
+    for count, told in ((1, "10.0.0.1 n0\n"), (2, "10.0.0.1\n")):
+        nodes = tuple(Node(f"n{i}", f"10.0.0.{i + 1}", "h", 1, 0) for i in range(count))
+        started = launcher(tmp_path)
+        started.topology = replace(started.topology, learner=Seat(nodes, None))
+        process = await started.start_learner()
+        assert await process.wait() == 0
+        assert process.log_path.read_text() == told
+        process.log_path.unlink()
 
 
 async def test_end_all_leaves_no_process_and_starts_none_after(tmp_path: Path) -> None:

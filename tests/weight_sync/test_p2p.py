@@ -5,6 +5,8 @@ No Megatron and no SGLang: `test_publish.py` has a real server on another node.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -210,6 +212,24 @@ def test_killed_learner_rank_is_named_by_the_server_which_serves_the_next_learne
     learner.ranks.kill()
     again = world.learner(LearnerMesh(tp=2), learner.places)
     assert verified(again.publish(3, 3, [server]))
+    assert server.holds(3)
+
+
+def test_learner_rank_that_hangs_is_named_by_the_server_and_the_next_sync_succeeds(
+    world: World,
+) -> None:
+    """The other learner ranks wait for it, until the deadline of the verb ends the learner."""
+    learner, server = world.pair()
+    orders = [("publish", 2, 2, [server.endpoint], fault) for fault in (None, ("stop", 2))]
+    server.acks = []
+    learner.ranks.tell(orders)
+    time.sleep(SHORT_S)
+    errors = [ack.error for ack in server.acks if ack is not None]
+    assert len(errors) == 2
+    assert any("from learner rank 1 did not end in time" in error for error in errors), errors
+    os.kill(learner.ranks.processes[1].pid or 0, signal.SIGCONT)
+    assert "learner rank 1" in first_error(learner.ranks.answers())
+    assert verified(learner.publish(3, 3, [server]))
     assert server.holds(3)
 
 
