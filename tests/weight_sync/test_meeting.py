@@ -69,7 +69,7 @@ def test_refusal_reaches_all_at_once_and_the_first_one_stays(board: AckBoard) ->
     meeting.refuse(store, call, "TP rank 0: because of the other")
     start = time.monotonic()
     assert gathered(board, ["", ""]) == ["not begun: TP rank 1: no room"] * 2
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 4
     board.clear()
     assert board.num_keys == 0
 
@@ -85,7 +85,7 @@ def test_store_that_does_not_answer_is_given_up_in_time() -> None:
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="store does not answer"):
         meeting.bounded(hangs, start + 0.2, "TP rank 0")
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 4
     release.set()
 
 

@@ -34,3 +34,19 @@ def test_three_steps_agree_on_log_probs_and_every_sync_is_proved(
         assert row["grad_norm"] > 0
     assert rows[0]["weight_sync/bytes"] >= servers * MODEL_BYTES
     assert not run.processes()
+
+
+@pytest.mark.slow
+def test_three_steps_with_learner_and_server_on_different_nodes(
+    quickstart: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGARL_NODE", "a,b")  # this machine stands for both
+    run = quickstart("--loop.versions", "3", "--rollout.parallel.tp", "2")
+    rows = run.finish()
+    assert "learner on a, servers on b" in run.output
+    for row in rows:
+        assert row["mismatch/mean_abs_logprob"] < 1e-4
+        assert row["weight_sync/verified_servers"] == 1
+        assert row["weight_sync/network_bytes"] == MODEL_BYTES  # copies are made on the node
+        assert row["weight_sync/bytes"] > MODEL_BYTES
+    assert not run.processes()
