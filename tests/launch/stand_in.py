@@ -42,9 +42,11 @@ def learner(run_dir: Path, behavior: str) -> int:
 class Servers:
     """A pool of one server that is a sleeping process."""
 
-    def __init__(self, config, run_dir, spawn, device, hosts) -> None:  # type: ignore[no-untyped-def]
+    def __init__(  # type: ignore[no-untyped-def]
+        self, config, run_dir, spawn, device, hosts, nodes, gpus
+    ) -> None:
         self._spawn, self._log = spawn, run_dir / "logs" / "server-0.0.log"
-        assert hosts == ["127.0.0.1"]
+        assert (hosts, gpus) == (["127.0.0.1"], [()]) and len(nodes) == 1
 
     async def start(self) -> None:
         self._process = await self._spawn(["sleep", "60"], {}, "server-0", self._log)
