@@ -33,7 +33,7 @@ def test_tensors_in_an_arena_are_aligned_and_do_not_overlap() -> None:
 
 
 def test_rank_that_sends_nothing_has_an_empty_arena() -> None:
-    rank = SOURCE.ranks[0]
-    idle = make_plan(SOURCE, sglang_layout(tiny_shape(), ServerMesh(1)))
-    unread = type(rank)(99, rank.tensors, rank.pieces, rank.paddings)
-    assert arena_layout(unread, idle, itemsize=4) == ({}, 0)
+    many = megatron_layout(tiny_shape(), LearnerMesh(dp=64))
+    plan = make_plan(many, sglang_layout(tiny_shape(), ServerMesh(1)))
+    idle = next(rank for rank in many.ranks if not plan.sends(rank.rank))
+    assert arena_layout(idle, plan, itemsize=4) == ({}, 0)
