@@ -56,10 +56,8 @@ def prove_plan(plan: Plan) -> None:
 
 def prove_layout(layout: Layout) -> None:
     """Raise LayoutError unless pieces and paddings tile each local tensor of each rank exactly."""
-    shapes = {
-        kind: {parameter.name: parameter.shape for parameter in parameters}
-        for kind, parameters in layout.table.kinds.items()
-    }
+    kinds = layout.table.kinds
+    shapes = {kind: {p.name: p.shape for p in parameters} for kind, parameters in kinds.items()}
     stages: dict[int, tuple[int, ...]] = {}  # for each template the smallest stage that has it
     names: dict[str, list[tuple[int, ShardedTensor]]] = {}
     for site in layout.sites:
@@ -85,18 +83,22 @@ def _check_names(layout: Layout, names: dict[str, list[tuple[int, ShardedTensor]
     for stage in layout.stages:
         if len(set(stage)) != len(stage):
             raise LayoutError(f"{layout.kind}: a rank stands twice in stage {list(stage)[:8]}")
+    different = {id(tensor): tensor for places in names.values() for _, tensor in places}
+    for tensor in different.values():
+        holders = [position for shard in tensor.shards for position in shard.holders]
+        if len(set(holders)) != len(holders):
+            raise LayoutError(f"{layout.kind}: a rank of a stage has {tensor.name} twice")
     apart = sum(map(len, layout.stages)) == len(layout.rank_ids)  # no rank is in two stages
     for name, places in names.items():
         if apart and len({number for number, _ in places}) == len(places):
-            places = [places[0]] if len({id(tensor) for _, tensor in places}) == 1 else places
+            continue
         held: set[int] = set()
         for number, tensor in places:
-            for shard in tensor.shards:
-                for position in shard.holders:
-                    rank = layout.stages[number][position]
-                    if rank in held:
-                        raise LayoutError(f"{layout.kind}: rank {rank} has {name} twice")
-                    held.add(rank)
+            stage = layout.stages[number]
+            ranks = {stage[position] for shard in tensor.shards for position in shard.holders}
+            if not held.isdisjoint(ranks):
+                raise LayoutError(f"{layout.kind}: rank {min(held & ranks)} has {name} twice")
+            held |= ranks
 
 
 def _check_shard(

@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megarl.errors import LayoutError
 from megarl.reshard.routes import Route, Traffic, group_ranks
 
@@ -21,7 +23,7 @@ def prove_routes(plan: Plan) -> None:
 
     The bytes that the plan counts for each rank are counted again from the routes.
     """
-    counted = Traffic()
+    counting = _Counted(plan)
     for segment, routes in zip(plan.segments, plan.routes, strict=True):
         pairing = plan.pairings[segment.pairing]
         if len(routes) != pairing.num_flows:
@@ -48,10 +50,11 @@ def prove_routes(plan: Plan) -> None:
             if id(found) not in sent:
                 sent[id(found)] = Counter(found.senders)
             for i, times in sent[id(found)].items():
-                _add(counted.network_out, senders[a][i], size * times)
+                _add(counting.traffic.network_out, senders[a][i], size * times)
             delivered[once] = (check, delivered.get(once, (check, 0))[1] + size)
         for check, size in delivered.values():
-            check.count(counted, size)
+            check.count(counting, size)
+    counted = counting.done()
     for field in fields(Traffic):
         ours, theirs = getattr(plan.traffic, field.name), getattr(counted, field.name)
         if ours != theirs:
@@ -149,20 +152,47 @@ class _Check:
                 if own < 0 and destination[rank] in devices:
                     raise self.refuse(f"rank {rank} pulls what is on its own GPU")
 
-    def count(self, traffic: Traffic, size: int) -> None:
+    def count(self, counted: _Counted, size: int) -> None:
         """Add up what `size` bytes of each block are for every rank but the network's senders."""
+        traffic = counted.traffic
+        ranks: list[int] = []
+        taken: list[int] = []  # blocks of which the rank is the ingress
+        others: list[int] = []  # ranks that copy from it then
         for delivery in self.route.deliveries:
-            ranks = [self.receivers[member] for member in delivery.members]
-            if delivery.near:
-                pulls = delivery.local.count(-1)
-                for rank, own in zip(ranks, delivery.local, strict=True):
-                    into = traffic.node_in if own < 0 else traffic.local
-                    _add(into, rank, size * self.blocks)
-                for i, times in Counter(delivery.near).items():
-                    _add(traffic.node_out, self.senders[i], size * times * pulls)
+            members = [self.receivers[member] for member in delivery.members]
+            if not delivery.near:
+                turns = Counter(delivery.ingress)
+                ranks += members
+                taken += [turns[member] for member in delivery.members]
+                others += [len(members) - 1] * len(members)
                 continue
-            turns = Counter(delivery.ingress)
-            for member, rank in zip(delivery.members, ranks, strict=True):
-                _add(traffic.network_in, rank, size * turns[member])
-                _add(traffic.fanout_in, rank, size * (self.blocks - turns[member]))
-                _add(traffic.fanout_out, rank, size * turns[member] * (len(ranks) - 1))
+            pulls = delivery.local.count(-1)
+            for rank, own in zip(members, delivery.local, strict=True):
+                into = traffic.node_in if own < 0 else traffic.local
+                _add(into, rank, size * self.blocks)
+            for i, times in Counter(delivery.near).items():
+                _add(traffic.node_out, self.senders[i], size * times * pulls)
+        if ranks:
+            place, turn, rest = (np.array(column, np.int64) for column in (ranks, taken, others))
+            np.add.at(counted.network_in, place, size * turn)
+            np.add.at(counted.fan_in, place, size * (self.blocks - turn))
+            np.add.at(counted.fan_out, place, size * turn * rest)
+
+
+class _Counted:
+    """Bytes counted again: of destination ranks by network in arrays by rank, else by name."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.traffic = Traffic()
+        size = 1 + max(plan.destination.rank_ids, default=0)
+        self.network_in, self.fan_in, self.fan_out = np.zeros((3, size), np.int64)
+
+    def done(self) -> Traffic:
+        """All of it."""
+        for counts, array in (
+            (self.traffic.network_in, self.network_in),
+            (self.traffic.fanout_in, self.fan_in),
+            (self.traffic.fanout_out, self.fan_out),
+        ):
+            counts.update({rank: n for rank, n in enumerate(array.tolist()) if n})
+        return self.traffic
