@@ -87,12 +87,13 @@ class Pieces:
         return found
 
     @cached_property
-    def _single(self) -> bool:
+    def single(self) -> bool:
+        """Whether each box has one row, so that all of its holders hold it in the same piece."""
         return len(self.first_row) == len(self.box)
 
     def rows(self, boxes: Ints, holder: Holder) -> Ints:
         """For each of `boxes`, the row by which `holder` holds it."""
-        if self._single:
+        if self.single:
             return self.first_row[boxes]
         found = self._rows_by_holder
         return np.array([found[box, holder] for box in boxes.tolist()], np.int64)

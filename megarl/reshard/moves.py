@@ -162,6 +162,10 @@ def operations_of(plan: Plan, block: int, parameter: int) -> Operations:
     return writer.done()
 
 
+_Unit = tuple[int, int, int, int]
+"""(block of the segment, link, holder that gives, holder that takes) of one flow."""
+
+
 class _Writer:
     """Rows being collected, as columns by name."""
 
@@ -187,83 +191,99 @@ class _Writer:
             if member not in delivery.members:
                 continue
             place = delivery.members.index(member)
-            by: dict[tuple[int, int], list[int]] = {}  # (link, holder it comes from) -> blocks
+            units: list[_Unit] = []
             for k in blocks:
                 if delivery.near:
-                    key = (_near_link(delivery, place), delivery.source(place, k))
+                    link, giver = _near_link(delivery, place), delivery.source(place, k)
                 elif delivery.ingress[k] == member:
-                    key = (_NETWORK, found.sender(k, j))
+                    link, giver = _NETWORK, found.sender(k, j)
                 else:
-                    key = (_FANOUT, delivery.ingress[k])
-                by.setdefault(key, []).append(k)
-            for (link, holder), ks in by.items():
-                self._rows(segment, flow, ks, link, holder, member)
+                    link, giver = _FANOUT, delivery.ingress[k]
+                units.append((k, link, giver, member))
+            self._write(segment, flow, units)
             return
 
     def send(self, number: int, segment: Segment, flow: int, holders: set[int]) -> None:
         """What some holders of a flow's source give, over all blocks."""
         found: Route = self.plan.routes[number][flow]
         j = -1
+        units: list[_Unit] = []
         for delivery in found.deliveries:
             j += not delivery.near
-            by: dict[tuple[int, int, int], list[int]] = {}
             for k in range(len(segment.blocks)):
                 if not delivery.near:
                     sender = found.sender(k, j)
                     if sender in holders:
-                        by.setdefault((_NETWORK, sender, delivery.ingress[k]), []).append(k)
+                        units.append((k, _NETWORK, sender, delivery.ingress[k]))
                     continue
                 for place, member in enumerate(delivery.members):
                     source = delivery.source(place, k)
                     if source in holders:
-                        link = _near_link(delivery, place)
-                        by.setdefault((link, source, member), []).append(k)
-            for (link, source, member), ks in by.items():
-                self._rows(segment, flow, ks, link, source, member)
+                        units.append((k, _near_link(delivery, place), source, member))
+        self._write(segment, flow, units)
 
-    def _rows(
-        self, segment: Segment, flow: int, ks: Sequence[int], link: int, giver: int, taker: int
-    ) -> None:
-        """Rows of all cells of a flow for blocks `ks`, between two holders of its groups."""
+    def _write(self, segment: Segment, flow: int, units: Sequence[_Unit]) -> None:
+        """Rows of all cells of a flow for each unit; units that hold alike are written together."""
+        pairing = self.plan.pairings[segment.pairing]
+        alike: dict[tuple[bool, int, int], list[_Unit]] = {}
+        for unit in units:
+            _, link, giver, taker = unit
+            side = pairing.destination if link == _FANOUT else pairing.source
+            key = (
+                link == _FANOUT,
+                -1 if side.single else giver,
+                -1 if pairing.destination.single else taker,
+            )
+            alike.setdefault(key, []).append(unit)
+        for same in alike.values():
+            self._rows(segment, flow, same)
+
+    def _rows(self, segment: Segment, flow: int, units: Sequence[_Unit]) -> None:
+        """Rows of all cells of a flow for units whose holders hold them in the same pieces."""
         pairing = self.plan.pairings[segment.pairing]
         cells = pairing.cells(flow)
         low, right = pairing.low[cells], pairing.destination_box[cells]
         into = pairing.destination.groups[0][int(pairing.flow_destination[flow])]
         of = pairing.source.groups[0][int(pairing.flow_source[flow])]
+        _, link, giver, taker = units[0]
         fanout = link == _FANOUT
         side = pairing.destination if fanout else pairing.source
-        box = right if fanout else pairing.source_box[cells]
         group, stages = (into, segment.destination) if fanout else (of, segment.source)
-        given = side.rows(box, group[giver])
+        given = side.rows(right if fanout else pairing.source_box[cells], group[giver])
         taken = pairing.destination.rows(right, into[taker])
-        n, m = len(low), len(ks)
-        blocks = [segment.blocks[k] for k in ks]
+        n, m = len(low), len(units)
+        blocks = [segment.blocks[k] for k, _, _, _ in units]
+        givers = [group[unit[2]] for unit in units]
+        takers = [into[unit[3]] for unit in units]
 
-        def per_block(values: list[int]) -> Ints:
+        def per_unit(values: list[int]) -> Ints:
             return np.repeat(np.array(values, np.int64), n)
 
         def per_cell(values: Ints) -> Ints:
             return np.tile(values, (m, 1)) if values.ndim == 2 else np.tile(values, m)
 
-        giver_site, giver_position, _ = group[giver]
-        taker_site, taker_position, _ = into[taker]
         self.parts.append(
             {
-                "block": per_block([b.block for b in blocks]),
+                "block": per_unit([b.block for b in blocks]),
                 "parameter": per_cell(pairing.parameter[cells]),
                 "low": per_cell(low),
                 "high": per_cell(pairing.high[cells]),
-                "link": np.full(n * m, link, np.int64),
-                "source": np.full(n * m, stages[giver_site][giver_position], np.int64),
-                "destination": np.full(
-                    n * m, segment.destination[taker_site][taker_position], np.int64
+                "link": per_unit([unit[1] for unit in units]),
+                "source": per_unit([stages[site][position] for site, position, _ in givers]),
+                "destination": per_unit(
+                    [segment.destination[site][position] for site, position, _ in takers]
                 ),
-                "source_site": per_block(
-                    [(b.destination if fanout else b.source)[giver_site] for b in blocks]
+                "source_site": per_unit(
+                    [
+                        (b.destination if fanout else b.source)[site]
+                        for b, (site, _, _) in zip(blocks, givers, strict=True)
+                    ]
                 ),
                 "source_tensor": per_cell(side.tensor[given]),
                 "source_at": per_cell(side.at[given] + low - side.low[given]),
-                "destination_site": per_block([b.destination[taker_site] for b in blocks]),
+                "destination_site": per_unit(
+                    [b.destination[site] for b, (site, _, _) in zip(blocks, takers, strict=True)]
+                ),
                 "destination_tensor": per_cell(pairing.destination.tensor[taken]),
                 "destination_at": per_cell(
                     pairing.destination.at[taken] + low - pairing.destination.low[taken]
