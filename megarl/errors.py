@@ -73,3 +73,12 @@ class CheckpointError(MegarlError):
 
 class LaunchError(MegarlError):
     """A process could not be started or died; names process, host, rank, signal and last phase."""
+
+
+def in_words(error: Exception) -> str:
+    """What to tell of an error: the sentence of one of ours, another's type and text.
+
+    >>> in_words(LayoutError("7 heads do not split over 2 ranks")), in_words(KeyError("x"))
+    ('7 heads do not split over 2 ranks', "KeyError('x')")
+    """
+    return str(error) if isinstance(error, MegarlError) else repr(error)

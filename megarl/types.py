@@ -206,7 +206,8 @@ class ServerSync:
 class SyncReport:
     """The result of publishing one version. Bytes are of payload, over all servers.
 
-    `network_bytes` are those that learner ranks sent to other nodes.
+    `moved_bytes` are those that ranks of verified servers took, `minimum_bytes` those that all
+    servers hold, `network_bytes` those that learner ranks sent to other nodes.
     """
 
     version: int

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -130,11 +130,4 @@ def test_extras_and_requirements_pin_the_same_versions() -> None:
 
 
 def test_shell_files_are_executable_or_sourced() -> None:
-    listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "--stage", ".ci/run", "tests/gpu/run.sh"],
-        capture_output=True,
-        text=True,
-    )
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["100755"] * 2
+    assert all(os.access(ROOT / name, os.X_OK) for name in (".ci/run", "tests/gpu/run.sh"))

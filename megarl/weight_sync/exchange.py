@@ -16,7 +16,7 @@ from typing import Any
 
 import requests
 
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, in_words
 from megarl.reshard.layout import Piece
 from megarl.types import ServerEndpoint, ServerSync
 from megarl.weight_sync import coverage
@@ -104,13 +104,13 @@ def publish_to(
     board: AckBoard,
     until: float,
     senders: Mapping[str, str],
-) -> tuple[ServerSync, bool, int]:
+) -> tuple[ServerSync, bool, int, int]:
     """Bring one server to the messages' version and see whether it got there.
 
     `messages` has one entry for each TP rank in order; `senders` are the keys under which learner
     ranks say how their own messages to it went. Also returns whether a rank may still be reading
-    the arenas (it was asked to, and has not answered), and the bytes that were sent by network.
-    `until` is a time of `time.monotonic`.
+    the arenas (it was asked to, and has not answered), the bytes that its ranks say they took, and
+    those that learner ranks say they sent by network. `until` is a time of `time.monotonic`.
     """
     calls = ServerCalls(server, until)
     ranks = {server_member(message.tp_rank): message.ack_key for message in messages}
@@ -129,16 +129,16 @@ def publish_to(
         calls.end()
         calls.post("/update_weight_version", {"new_version": str(messages[0].version)})
         sent = sum(acks[who].moved_bytes.get("network", 0) for who in senders)
-        return ServerSync(server.name, server.incarnation, True), reading, sent
+        taken = sum(sum(acks[who].moved_bytes.values()) for who in ranks)
+        return ServerSync(server.name, server.incarnation, True), reading, taken, sent
     except Exception as error:  # noqa: BLE001 - one bad server does not spoil the others
-        text = str(error) if isinstance(error, WeightSyncError) else repr(error)
-        text = f"{server.name}: {text}"
+        text = f"{server.name}: {in_words(error)}"
         if senders:
             _give_up(board, messages[0], text)
             refused = _refusals(board.said({**ranks, **senders}))
             if refused and coverage.describe(refused) not in text:
                 text = f"{text} ({coverage.describe(refused)})"
-        return ServerSync(server.name, server.incarnation, False, text), reading, 0
+        return ServerSync(server.name, server.incarnation, False, text), reading, 0, 0
     finally:
         calls.close()
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, in_words
 from megarl.reshard import execute
 from megarl.reshard.layout import RankLayout, local_box
 from megarl.weight_sync import acks
@@ -46,7 +46,7 @@ class Receiver:
             return self._sync(model, message)
         except Exception as error:  # noqa: BLE001 - raising ends the server
             log.warning("weight sync refused stamp=%s error=%s", message.stamp, error)
-            text = str(error) if isinstance(error, WeightSyncError) else repr(error)
+            text = in_words(error)
             for inflow in self._inflows:
                 inflow.refuse(message, text)
             return Ack(message.token, False, text, host=socket.gethostname(), pid=os.getpid())

@@ -14,8 +14,9 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.arena import arena_layout
 from megarl.reshard.layout import Layout, Piece, RankLayout
 from megarl.reshard.megatron import megatron_layout
-from megarl.reshard.plan import Move, Plan, make_plan
+from megarl.reshard.plan import Move, Plan
 from megarl.reshard.sglang import sglang_layout
+from megarl.reshard.store import cached_plan
 from megarl.weight_sync import coverage, parcels
 from megarl.weight_sync.control import WIRE_DTYPES, ControlMessage, arena_digest
 from megarl.weight_sync.parcels import Parcel
@@ -57,7 +58,7 @@ def make_route(message: ControlMessage, key: str) -> Route:
     learner = megatron_layout(spec.shape, spec.mesh, spec.vocab_divisor)
     server = sglang_layout(spec.shape, message.mesh)
     where = placement(message.source_devices, message.devices)
-    plan = make_plan(learner, server, where, dtype.itemsize)
+    plan = cached_plan(learner, server, where, dtype.itemsize)
     if plan.digest != message.plan_digest:
         raise WeightSyncError(
             f"this server's plan is {plan.digest[:12]}, the learner's {message.plan_digest[:12]}; "

@@ -19,8 +19,9 @@ from megarl.reshard.execute import slices
 from megarl.reshard.layout import Layout, Piece, disjoint_cover, local_box
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.placement import Device
-from megarl.reshard.plan import Plan, make_plan
+from megarl.reshard.plan import Plan
 from megarl.reshard.sglang import sglang_layout
+from megarl.reshard.store import cached_plan
 from megarl.weight_sync import coverage, packing, parcels
 from megarl.weight_sync.checksum import add, box_checksum
 from megarl.weight_sync.control import WIRE_DTYPES, SourceSpec, arena_digest
@@ -106,7 +107,7 @@ class Sender:
             destination = sglang_layout(self._source.shape, kind.mesh)
             itemsize = WIRE_DTYPES[self._dtype].itemsize
             where = placement(self._devices, kind.devices)
-            plan = make_plan(self.layout, destination, where, itemsize)
+            plan = cached_plan(self.layout, destination, where, itemsize)
             offsets, num_bytes = arena_layout(self.layout.ranks[self._rank], plan, itemsize)
             self._routes[kind] = Route(
                 plan,

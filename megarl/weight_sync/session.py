@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megarl.errors import MegarlError, WeightSyncError
+from megarl.errors import MegarlError, WeightSyncError, in_words
 from megarl.reshard.mesh import ServerMesh
 from megarl.reshard.plan import minimum_elements
 from megarl.types import ServerEndpoint, ServerSync, SyncReport
@@ -83,6 +83,7 @@ class _Outcome:
 
     result: ServerSync
     is_reading: bool = True
+    moved_bytes: int = 0
     network_bytes: int = 0
 
 
@@ -194,7 +195,7 @@ class WeightSync:
                     arenas[kind] = ref
             return Staged(self._rank, "", sums, arenas)
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the gather
-            text = str(error) if isinstance(error, WeightSyncError) else repr(error)
+            text = in_words(error)
             return Staged(self._rank, f"learner rank {self._rank}: {text}")
 
     def _start_sending(self, order: Order, until: float) -> list[threading.Thread]:
@@ -222,7 +223,7 @@ class WeightSync:
             sent = self.sender.send(target.server, target.kind, call, until)
             word = Ack(target.token, True, moved_bytes={"network": sent})
         except Exception as error:  # noqa: BLE001 - said in this rank's word
-            text = str(error) if isinstance(error, WeightSyncError) else repr(error)
+            text = in_words(error)
             word = Ack(target.token, False, text)
         try:
             peers = self.sender.peers(target.server)
@@ -242,7 +243,7 @@ class WeightSync:
             outcomes = self._drive(order, servers, staged, until)
             report = self._report(order, outcomes)
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the broadcast
-            return str(error) if isinstance(error, MegarlError) else repr(error)
+            return in_words(error)
         log.info(
             "weights synced version=%d servers=%d verified=%d moved_bytes=%d network_bytes=%d",
             order.version,
@@ -336,11 +337,11 @@ class WeightSync:
         ]
 
     def _report(self, order: Order, outcomes: Sequence[_Outcome]) -> SyncReport:
-        """Bytes over all servers: what the plans move, what any plan must move, what was sent."""
+        """Bytes over all servers: what they took, what they hold, what was sent by network."""
         itemsize = WIRE_DTYPES[self._dtype].itemsize
         routes = [self.sender.route(target.kind) for target in order.targets]
-        moved = sum(route.plan.num_elements() for route in routes) * itemsize
         minimum = sum(minimum_elements(route.destination) for route in routes) * itemsize
+        moved = sum(outcome.moved_bytes for outcome in outcomes)
         sent = sum(outcome.network_bytes for outcome in outcomes)
         results = tuple(outcome.result for outcome in outcomes)
         return SyncReport(order.version, results, moved, minimum, 0.0, sent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.actor.shape import LatentAttention, MixtureOfExperts, ModelShape
 
 ROUTED = MixtureOfExperts(
@@ -17,17 +19,13 @@ ROUTED = MixtureOfExperts(
     groups_per_token=1,
     dense_layers=(),
 )
-WITH_SHARED = MixtureOfExperts(
-    num_experts=8,
-    experts_per_token=2,
-    expert_intermediate_size=6,
+WITH_SHARED = replace(
+    ROUTED,
     shared_intermediate_size=12,
     router_bias=True,
     scoring="sigmoid",
-    normalize=True,
     scaling=2.5,
     num_groups=2,
-    groups_per_token=1,
     dense_layers=(0,),
 )
 LATENT = LatentAttention(

@@ -11,6 +11,7 @@ from megarl.actor.shape import LatentAttention, MixtureOfExperts, ModelShape
 from megarl.reshard.execute import clear_paddings, run
 from megarl.reshard.layout import Layout
 from megarl.reshard.plan import Plan
+from tests.actor import shapes
 from tests.reshard.learner_slices import Arrays, megatron_slices, padded
 from tests.reshard.server_slices import sglang_slices
 
@@ -69,24 +70,16 @@ MOE_FLAGS = {
 
 
 def tiny_shape(architecture: str = "Qwen3ForCausalLM", **changes: object) -> ModelShape:
-    """A shape of a few thousand parameters."""
-    values: dict[str, object] = {
-        "architecture": architecture,
+    """A shape of two layers and smaller sizes: a model that is moved element by element."""
+    smaller: dict[str, object] = {
         "num_layers": 2,
         "hidden_size": 8,
-        "num_heads": 4,
-        "num_kv_heads": 2,
         "head_dim": 4,
         "intermediate_size": 16,
-        "vocab_size": 100,
-        "tie_embeddings": False,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "max_positions": 128,
+        "rotary_fraction": 1.0,
         **{**FAMILY_FLAGS, **MOE_FLAGS}[architecture],
     }
-    return ModelShape(**{**values, **changes})  # type: ignore[arg-type]
+    return shapes.tiny_shape(architecture, **{**smaller, **changes})
 
 
 def numbered(shape: ModelShape) -> Arrays:

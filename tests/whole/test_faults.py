@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -34,7 +35,15 @@ def learner_rank(run: Run, rank: int) -> psutil.Process:
 
 
 def own_shm(before: Iterable[str]) -> set[str]:
-    return set(os.listdir(SHM)) - set(before)
+    """What a run that has ended left behind: new, and mapped by no process that still lives.
+
+    Whatever else runs on the machine comes and goes there too, but is mapped by its owner.
+    """
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended by now
+            mapped |= {line.rpartition("/")[2] for line in maps.read_text().splitlines()}
+    return set(os.listdir(SHM)) - set(before) - mapped
 
 
 def trained_ids(run: Run, step: int) -> list[str]:

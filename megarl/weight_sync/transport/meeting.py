@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megarl.errors import WeightSyncError
-from megarl.weight_sync.acks import connect
 
 Result = TypeVar("Result")
 
@@ -119,17 +118,3 @@ def first_refusal(store: TCPStore, call: Call, me: str, until: float) -> str:
     except (WeightSyncError, RuntimeError):  # a dead store has nothing to add
         return ""
     return "" if why.startswith(f"{me}:") else why
-
-
-def open_store(address: tuple[str, int]) -> TCPStore:
-    """A connection to learner rank 0's store."""
-    return connect(address)
-
-
-def names(members: Sequence[str]) -> str:
-    """Members in one line.
-
-    >>> names(["learner rank 0", "TP rank 1"])
-    'learner rank 0, TP rank 1'
-    """
-    return ", ".join(members)

@@ -21,6 +21,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from megarl.errors import WeightSyncError
+from megarl.weight_sync import acks
 from megarl.weight_sync.transport import meeting
 from megarl.weight_sync.transport.meeting import Call
 
@@ -148,7 +149,7 @@ class Peers:
 
     def _connected(self, address: tuple[str, int]) -> TCPStore:
         if self._store is None or self._store[0] != address:
-            self._store = (address, meeting.open_store(address))
+            self._store = (address, acks.connect(address))
         return self._store[1]
 
 
@@ -174,7 +175,7 @@ class _Group:
             self._group = make(place, self._ranks[me], len(members), store.host, left_s, device)
         except Exception as error:
             raise WeightSyncError(
-                f"no group with {meeting.names(members)}: {_first_line(error)}"
+                f"no group with {', '.join(members)}: {_first_line(error)}"
             ) from error
 
     def post(self, batch: list[tuple[Transfer, torch.Tensor]], until: float) -> list[Any]:
