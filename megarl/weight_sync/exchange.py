@@ -7,14 +7,10 @@ result.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
-
-import requests
 
 from megarl.errors import WeightSyncError, in_words
 from megarl.reshard.layout import Piece
@@ -23,12 +19,8 @@ from megarl.weight_sync import coverage
 from megarl.weight_sync.acks import Ack, AckBoard
 from megarl.weight_sync.control import LOAD_FORMAT, ControlMessage, encode
 from megarl.weight_sync.parcels import server_member
+from megarl.weight_sync.server_calls import SHORTEST_S, ServerCalls
 
-log = logging.getLogger(__name__)
-
-SELECTOR = "target"  # a draft model is not the policy
-_CLOSING_S = 5.0  # for ending a session after the deadline has passed
-_SHORTEST_S = 0.05
 MARGIN_S = 5.0  # at most: ranks stop waiting for each other so long before the server is given up
 
 
@@ -38,57 +30,6 @@ class Evidence:
 
     pieces: Mapping[int, Sequence[Piece]]
     wanted: Mapping[str, int]
-
-
-class ServerCalls:
-    """HTTP calls to one server's control routes, each bounded by what is left until `until`."""
-
-    def __init__(self, server: ServerEndpoint, until: float) -> None:
-        self._server, self._until = server, until
-        self._session = requests.Session()
-        self._session.trust_env = False  # no proxy between the processes of one job
-        key = server.admin_key or server.api_key
-        if key:
-            self._session.headers["Authorization"] = f"Bearer {key}"
-
-    def post(self, route: str, body: Mapping[str, Any], at_least_s: float = 0.0) -> str:
-        """The answer's text. Raises WeightSyncError for every answer but 200, and for none."""
-        left = max(self._until - time.monotonic(), at_least_s)
-        if left < _SHORTEST_S:
-            raise WeightSyncError(f"the deadline passed before {route}; raise deadline.sync_s")
-        try:
-            answer = self._session.post(f"{self._server.url}{route}", json=body, timeout=left)
-        except requests.Timeout as error:
-            raise WeightSyncError(
-                f"{route} did not answer within {left:.1f} s; see that server's log, or raise "
-                "deadline.sync_s"
-            ) from error
-        except requests.RequestException as error:
-            raise WeightSyncError(
-                f"{route}: no answer, the server has ended or is unreachable ({error})"
-            ) from error
-        if answer.status_code != requests.codes.ok:
-            raise WeightSyncError(f"{route} answered {answer.status_code}: {answer.text[:500]}")
-        return answer.text
-
-    def begin(self) -> None:
-        """Open an update session; one that an earlier sender left open is ended first."""
-        try:
-            self.post("/begin_weight_update", {"selector": SELECTOR})
-        except WeightSyncError as error:
-            if "already open" not in str(error):
-                raise
-            log.warning("abandoned update session ended server=%s", self._server.name)
-            self.end()
-            self.post("/begin_weight_update", {"selector": SELECTOR})
-
-    def end(self) -> None:
-        """Close the update session, also when the deadline has passed: a server may serve again."""
-        self.post("/end_weight_update", {}, at_least_s=_CLOSING_S)
-
-    def close(self) -> None:
-        """Drop the connection."""
-        self._session.close()
 
 
 def transfer_until(until: float) -> float:
@@ -127,7 +68,7 @@ def publish_to(
                 calls.end()
             raise
         calls.end()
-        calls.post("/update_weight_version", {"new_version": str(messages[0].version)})
+        calls.set_version(str(messages[0].version))
         sent = sum(acks[who].moved_bytes.get("network", 0) for who in senders)
         taken = sum(sum(acks[who].moved_bytes.values()) for who in ranks)
         return ServerSync(server.name, server.incarnation, True), reading, taken, sent
@@ -156,17 +97,15 @@ def _transfer(
     until: float,
 ) -> dict[str, Ack]:
     """Have the ranks copy and sum; what they say counts, never the answer to the request."""
-    wait_s = max(_SHORTEST_S, transfer_until(until) - time.monotonic())
-    calls.post(
-        "/update_weights_from_tensor",
+    wait_s = max(SHORTEST_S, transfer_until(until) - time.monotonic())
+    calls.update(
         {
             "serialized_named_tensors": [
                 encode(replace(message, wait_s=wait_s)) for message in messages
             ],
             "load_format": LOAD_FORMAT,
-            "selector": SELECTOR,
             "flush_cache": True,  # where requests are in the way, the answer is 400
-        },
+        }
     )
     return board.wait(keys, messages[0].token, until)
 
