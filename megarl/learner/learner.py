@@ -61,7 +61,7 @@ class Learner:
             timeout_s=max(config.deadline.learner_verb_s, config.deadline.learner_start_s),
         )
         # Megatron can be imported only now, with its CPU substitution in place.
-        from megarl.learner import model, optimizer, passes
+        from megarl.learner import model, offload, optimizer, passes
 
         mark("model")
         module = model.build_model(self.shape, config.learner, self.ranks)
@@ -76,6 +76,7 @@ class Learner:
             vocab_size=self.shape.vocab_size,
             temperature=config.rollout.sampling.temperature,
         )
+        self.state = offload.LearnerState(module, self.optimizer.megatron, self.ranks.device)
         self._passes = passes
         self._old = KeptLogProbs()
         self._reference_logprobs = KeptLogProbs()
@@ -101,6 +102,7 @@ class Learner:
         sample counted once. Raises ShapeError or DataError where a schedule or a group file does
         not fit.
         """
+        self.state.require("score")
         self._old.clear()
         self._reference_logprobs.clear()
         mismatch = Mismatch(self.ranks.device)
@@ -125,6 +127,7 @@ class Learner:
         Raises LearnerError, on every rank and before the weights change, where a needed log-prob
         was not scored or the gradient is not finite; ShapeError and DataError as `score` does.
         """
+        self.state.require("step")
         microbatches, length = self._pack(minibatch)
         scores = self._together(lambda: [self._scores(each) for each in microbatches])
         self._mark("forward-backward")
@@ -156,6 +159,7 @@ class Learner:
         Returned on every rank. Raises ShapeError where a sequence is longer than
         `learner.max_tokens_per_microbatch` or has no prompt.
         """
+        self.state.require("logprobs")
         mesh = self.ranks.mesh
         microbatches, length = pack_sequences(
             sequences,
@@ -183,6 +187,7 @@ class Learner:
 
     def publish(self, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport:
         """Send the weights as policy `version` to `servers`; the report counts on rank 0 only."""
+        self.state.require("publish")
         if self._weight_sync is None:
             from megarl.learner.publishing import build_weight_sync
 
@@ -196,6 +201,7 @@ class Learner:
         """Write weights, optimizer and random state into folder `path`. See `checkpoint.save`."""
         from megarl.learner import checkpoint
 
+        self.state.require("save")
         self._mark("save")
         checkpoint.save(self, Path(path), version)
 
@@ -203,11 +209,31 @@ class Learner:
         """Continue from folder `path`; returns its policy version. See `checkpoint.load`."""
         from megarl.learner import checkpoint
 
+        self.state.require("load")
         self._mark("load")
         self._old.clear()
         self._reference_logprobs.clear()
         self.version = checkpoint.load(self, Path(path))
         return self.version
+
+    def offload(self, parts: Sequence[str]) -> dict[str, int]:
+        """Take `parts` of the state off the device; returns `memory()` after it.
+
+        Raises LearnerError for a part that is not there. See `offload.LearnerState`.
+        """
+        self._mark("offload")
+        self.state.offload(parts)
+        return self.memory()
+
+    def onload(self, parts: Sequence[str]) -> dict[str, int]:
+        """Bring `parts` back, bit for bit; returns `memory()` after it."""
+        self._mark("onload")
+        self.state.onload(parts)
+        return self.memory()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that the ranks take, by kind. See `offload.LearnerState.figures`."""
+        return self.state.figures()
 
     def close(self) -> None:
         """Remove what would outlive this process: shared memory of the weight sync."""

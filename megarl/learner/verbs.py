@@ -18,6 +18,10 @@ ANSWER_MARGIN_S = (
 )
 PEER_LOST = "PeerLostError"  # answered where the cause is on another rank: the launcher knows it
 
+PARTS = ("gradients", "optimizer", "weights")
+"""Parts of the learner's state that can leave the device: `offload` and `onload` take their
+names."""
+
 Sequences = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """(prompt token ids, response token ids) of each sequence."""
 
@@ -28,7 +32,7 @@ class Verb:
 
     `arguments` is a tuple type, in the order of the method's parameters. `deadline` names a field
     of DeadlineConfig. `changes_weights`: after an error a part of the weights may be changed, so
-    the service ends.
+    the service ends. `needs`: parts of the state that must be on the device.
     """
 
     name: str
@@ -36,16 +40,33 @@ class Verb:
     result: Any
     deadline: str = "learner_verb_s"
     changes_weights: bool = False
+    needs: tuple[str, ...] = ()
 
 
 _VERBS = (
     Verb("info", tuple[()], dict[str, int]),
-    Verb("score", tuple[Batch], dict[str, float]),
-    Verb("step", tuple[MinibatchPlan], dict[str, float], changes_weights=True),
-    Verb("logprobs", tuple[Sequences], list[list[float]]),
-    Verb("publish", tuple[int, tuple[ServerEndpoint, ...]], SyncReport, deadline="sync_s"),
-    Verb("save", tuple[str, int], None),
-    Verb("load", tuple[str], int, deadline="learner_start_s", changes_weights=True),
+    Verb("score", tuple[Batch], dict[str, float], needs=("weights",)),
+    Verb("step", tuple[MinibatchPlan], dict[str, float], changes_weights=True, needs=PARTS),
+    Verb("logprobs", tuple[Sequences], list[list[float]], needs=("weights",)),
+    Verb(
+        "publish",
+        tuple[int, tuple[ServerEndpoint, ...]],
+        SyncReport,
+        deadline="sync_s",
+        needs=("weights",),
+    ),
+    Verb("save", tuple[str, int], None, needs=("optimizer", "weights")),
+    Verb(
+        "load",
+        tuple[str],
+        int,
+        deadline="learner_start_s",
+        changes_weights=True,
+        needs=("optimizer", "weights"),
+    ),
+    Verb("offload", tuple[tuple[str, ...]], dict[str, int], changes_weights=True),
+    Verb("onload", tuple[tuple[str, ...]], dict[str, int], changes_weights=True),
+    Verb("memory", tuple[()], dict[str, int]),
     Verb("shutdown", tuple[()], None),
 )
 VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _VERBS}

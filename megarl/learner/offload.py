@@ -1,0 +1,278 @@
+"""The learner's state on one rank, by parts, each on the device or given back and kept for later.
+
+Owns which storages are of which part, their way to host memory and back, and the figures of it.
+Knows nothing of servers, nor of when a part should be where. Import it after
+`megatron_cpu.install()`.
+
+Tensors stay the same objects: their storages are emptied and filled again, so that parameters, the
+buckets' shards, main gradients and the optimizer's shards stay views of Megatron's buffers.
+Megatron-Core 0.19.2 does the same with its gradient buffers, and that is used here. Its
+`offload_to_cpu` of the optimizer is not: it gives each tensor new memory, so that fp32 shards are
+no views of the parameters any more, and a step would change nothing; and its copies are not pinned.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage
+
+from megarl.errors import LearnerError
+from megarl.learner.verbs import PARTS, VERBS
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 512  # bytes; of each storage's place in host memory
+PAGE_BYTES = 4096
+
+
+class LearnerState:
+    """Weights, gradients and optimizer state of this rank. All parts are on the device at first.
+
+    `model` is Megatron's DistributedDataParallel, `optimizer` its ChainedOptimizer. `generation`
+    counts how often the weights came back: what was exported of their memory before is stale.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, device: torch.device) -> None:
+        self.generation = 0
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._away: set[str] = set()
+        self._stores = {"optimizer": HostStore(device), "weights": HostStore(device)}
+
+    def require(self, verb: str) -> None:
+        """Raise LearnerError, naming the parts, where `verb` needs some that are not here."""
+        missing = [part for part in VERBS[verb].needs if part in self._away]
+        if missing:
+            raise LearnerError(
+                f"{verb}: the learner's {' and '.join(missing)} {_are(missing)} offloaded; call "
+                f"onload({missing}) first"
+            )
+
+    def offload(self, parts: Sequence[str]) -> None:
+        """Give the device memory of `parts` back. Weights and optimizer are kept in host memory.
+
+        Gradients are dropped: every step begins by clearing them. Raises LearnerError, with nothing
+        changed, for a part that is unknown or offloaded already.
+        """
+        self._check(parts, here=True)
+        _synchronize(self._device)
+        for part in parts:
+            if part == "gradients":
+                with _quiet():
+                    self._model.offload_grad_buffers()
+            else:
+                self._stores[part].park(self._storages(part))
+            self._away.add(part)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self, parts: Sequence[str]) -> None:
+        """Bring `parts` back, bit for bit; gradients are zero.
+
+        Raises LearnerError for a part that is unknown or here, with nothing changed, and where the
+        device has no room for it.
+        """
+        self._check(parts, here=False)
+        for part in parts:
+            try:
+                if part == "gradients":
+                    with _quiet():
+                        self._model.restore_grad_buffers()
+                else:
+                    self._stores[part].unpark()
+            except torch.OutOfMemoryError as error:
+                raise LearnerError(
+                    f"onload: the learner's {part} do not fit on the device beside what is there: "
+                    f"{str(error).splitlines()[0]}"
+                ) from error
+            self._away.discard(part)
+            self.generation += part == "weights"
+
+    def figures(self) -> dict[str, int]:
+        """Bytes, of the rank that has most of each. Collective over all ranks.
+
+        `learner_state`: what its three parts have on the device. `learner_parked`: host memory that
+        parts are kept in. On a GPU `learner_allocated`, `learner_reserved`: of torch's allocator;
+        `learner_peak`: most allocated since the figures before; `device_used`: by all processes;
+        `device_rest`: used without what this rank reserves: servers, CUDA contexts, communicators.
+        On a CPU `learner_rss`: of the process. Each name ends in `_bytes`.
+        """
+        is_gpu = self._device.type == "cuda"
+        found = {
+            "learner_state_bytes": sum(s.nbytes() for p in PARTS for s in self._storages(p)),
+            "learner_parked_bytes": sum(store.num_bytes for store in self._stores.values()),
+            **(_of_gpu(self._device) if is_gpu else {"learner_rss_bytes": _rss_bytes()}),
+        }
+        values = torch.tensor(list(found.values()), dtype=torch.int64, device=self._device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return dict(zip(found, map(int, values.tolist()), strict=True))
+
+    def _check(self, parts: Sequence[str], here: bool) -> None:
+        verb = "offload" if here else "onload"
+        unknown = [part for part in parts if part not in PARTS]
+        if unknown or len(set(parts)) != len(parts):
+            raise LearnerError(f"{verb}: {list(parts)} are not parts, each once, of {list(PARTS)}")
+        wrong = [part for part in parts if (part in self._away) == here]
+        if wrong:
+            state = "offloaded" if here else "on the device"
+            raise LearnerError(
+                f"{verb}: the learner's {' and '.join(wrong)} {_are(wrong)} {state} already; "
+                "the caller has lost track"
+            )
+
+    def _storages(self, part: str) -> Iterator[UntypedStorage]:
+        """Each storage of `part` once. fp32 shards of the optimizer are views of the weights."""
+        buffers = [*self._model.buffers, *self._model.expert_parallel_buffers]
+        if part == "gradients":
+            return _distinct(buffer.grad_data for buffer in buffers)
+        weights = list(self._model.module.parameters())
+        if part == "weights":
+            return _distinct(weights)
+        known = {_identity(weight.untyped_storage()) for weight in weights}
+        storages = _distinct(_optimizer_tensors(self._optimizer))
+        return (
+            storage
+            for storage in storages
+            if _identity(storage) not in known and storage.device.type == self._device.type
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """A storage and its place in host memory."""
+
+    storage: UntypedStorage
+    start: int
+    num_bytes: int
+
+
+class HostStore:
+    """Host memory that storages are kept in: one block, page-locked for a GPU, that stays.
+
+    It grows where more is parked than ever before. torch's own pinned memory is not used: it takes
+    the next power of two.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
+        self._parked: list[_Parked] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that it takes."""
+        return self._block.numel()
+
+    def park(self, storages: Iterable[UntypedStorage]) -> None:
+        """Copy the storages here and empty them."""
+        parked, end = [], 0
+        for storage in storages:
+            parked.append(_Parked(storage, end, storage.nbytes()))
+            end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        if end > self.num_bytes:
+            self._drop()
+            self._take(end)
+        for one in parked:
+            self._place(one).copy_(_bytes(one.storage), non_blocking=True)
+        _synchronize(self._device)
+        for one in parked:
+            one.storage.resize_(0)
+        self._parked = parked
+
+    def unpark(self) -> None:
+        """Fill the storages again. Where one has no room, those that are filled stay so."""
+        for one in self._parked:
+            if one.storage.nbytes() == 0 < one.num_bytes:
+                one.storage.resize_(one.num_bytes)
+                _bytes(one.storage).copy_(self._place(one), non_blocking=True)
+        _synchronize(self._device)
+        self._parked = []
+
+    def _drop(self) -> None:
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
+        self._block, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
+
+    def _take(self, num_bytes: int) -> None:
+        self._block = torch.empty(num_bytes, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            status = torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), num_bytes, 0)
+            self._is_pinned = int(status) == 0
+            if not self._is_pinned:
+                log.warning("host memory not page-locked bytes=%d status=%s", num_bytes, status)
+
+    def _place(self, parked: _Parked) -> Tensor:
+        return self._block[parked.start : parked.start + parked.num_bytes]
+
+
+def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Masters and moments of every inner optimizer of a ChainedOptimizer."""
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter
+                state = part.optimizer.state.get(parameter, {})
+                yield from (value for value in state.values() if torch.is_tensor(value))
+
+
+def _distinct(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+    seen: set[int] = set()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if _identity(storage) not in seen:
+            seen.add(_identity(storage))
+            yield storage
+
+
+def _identity(storage: UntypedStorage) -> int:
+    """The same for all views; its address would be 0 for every emptied one."""
+    return int(storage._cdata)
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    """All of a storage as one row of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _of_gpu(device: torch.device) -> dict[str, int]:
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "learner_allocated_bytes": torch.cuda.memory_allocated(device),
+        "learner_reserved_bytes": reserved,
+        "learner_peak_bytes": peak,
+        "device_used_bytes": total - free,
+        "device_rest_bytes": total - free - reserved,
+    }
+
+
+def _rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def _are(parts: Sequence[str]) -> str:
+    return "is" if list(parts) == ["optimizer"] else "are"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron's use of torch's deprecated kind of storage is not for the log."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
