@@ -175,8 +175,9 @@ class Batch:
 class ServerEndpoint:
     """A running rollout server. `incarnation` rises with each restart; `name` stays.
 
-    `nodes` and `gpus` say where each TP rank runs; without nodes it is the learner's first one,
-    without GPUs no rank shares one with the learner.
+    Of its `tp` ranks `attention_dp` groups each hold the whole attention; the routed experts are in
+    `ep` parts, each cut over tp / ep ranks. `nodes` and `gpus` say where each TP rank runs; without
+    nodes it is the learner's first one, without GPUs no rank shares one with the learner.
 
     `api_key` opens generation and information, and nothing else; `admin_key` opens what changes or
     empties the server (weights, cache, pause, abort), and nothing else. Neither is printed.
@@ -190,6 +191,8 @@ class ServerEndpoint:
     admin_key: str = field(default="", repr=False)
     nodes: tuple[str, ...] = ()
     gpus: tuple[int, ...] = ()
+    ep: int = 1
+    attention_dp: int = 1
 
 
 @dataclass(frozen=True, slots=True)

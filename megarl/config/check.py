@@ -21,7 +21,7 @@ from megarl.config.check_model import (
     check_trained,
     longest_sample,
 )
-from megarl.config.check_parallel import check_ranks, check_runnable
+from megarl.config.check_parallel import check_ranks, check_runnable, check_servers
 from megarl.config.schema import Config
 from megarl.config.transformer_fields import field_violations
 from megarl.config.violation import Violation
@@ -50,6 +50,7 @@ def check_config(config: Config) -> list[Violation]:
     found += check_settings(config)
     if shape is not None and not untrained:
         found += check_shape(config, shape)
+    found += check_servers(config, None if untrained else shape)
     found += check_machine(config, os.environ)
     return found
 

@@ -118,10 +118,12 @@ def learner_tp_faults(shape: ModelShape, tp: int) -> list[str]:
 
 
 def _rollout_layout(config: Config, shape: ModelShape) -> Iterator[Violation]:
-    tp, cpu = config.rollout.parallel.tp, uses_cpu(config)
-    faults = rollout_tp_faults(shape, tp, cpu)
+    faults = rollout_faults(config, shape)
     if faults:
-        sizes = allowed_sizes(lambda size: not rollout_tp_faults(shape, size, cpu), shape.num_heads)
+        parallel, cpu = config.rollout.parallel, uses_cpu(config)
+        tp, dp = parallel.tp, parallel.attention_dp
+        most = shape.num_heads * (1 if cpu else dp)
+        sizes = allowed_sizes(lambda size: not rollout_tp_faults(shape, size, cpu, dp), most)
         yield Violation(
             f"rollout.parallel.tp = {tp}: {'; '.join(faults)}; "
             + ("no tp works for this model" if sizes == "none" else f"use {sizes}"),
@@ -129,19 +131,27 @@ def _rollout_layout(config: Config, shape: ModelShape) -> Iterator[Violation]:
         )
 
 
-def rollout_tp_faults(shape: ModelShape, tp: int, cpu: bool) -> list[str]:
+def rollout_faults(config: Config, shape: ModelShape) -> list[str]:
+    """Why this run's servers cannot split the model without padding; empty where they can."""
+    parallel = config.rollout.parallel
+    return rollout_tp_faults(shape, parallel.tp, uses_cpu(config), parallel.attention_dp)
+
+
+def rollout_tp_faults(shape: ModelShape, tp: int, cpu: bool, attention_dp: int = 1) -> list[str]:
     """Why SGLang cannot split the model over `tp` ranks without padding; empty where it can.
 
     Source: SGLang 0.5.23. On a GPU kv heads are copied where tp is a multiple of them. On a CPU
     configs/update_config.py pads kv heads to a multiple of tp and intermediate sizes to a multiple
-    of 32 x tp, with shapes that the checkpoint does not have.
+    of 32 x tp, with shapes that the checkpoint does not have; it goes by tp there, also where
+    attention is data parallel.
     """
     faults = []
-    if shape.num_heads % tp:
-        faults.append(f"{shape.num_heads} attention heads do not split over {tp} ranks")
-    if shape.num_kv_heads % tp and (cpu or tp % shape.num_kv_heads):
+    over = tp if cpu else max(1, tp // attention_dp)  # ranks of one copy of the attention
+    if shape.num_heads % over:
+        faults.append(f"{shape.num_heads} attention heads do not split over {over} ranks")
+    if shape.num_kv_heads % over and (cpu or over % shape.num_kv_heads):
         rule = "SGLang pads kv heads on a CPU" if cpu else "nor are they copied whole"
-        faults.append(f"{shape.num_kv_heads} kv heads do not split over {tp} ranks ({rule})")
+        faults.append(f"{shape.num_kv_heads} kv heads do not split over {over} ranks ({rule})")
     unit = CPU_INTERMEDIATE_MULTIPLE * tp if cpu else tp
     if shape.intermediate_size % unit:
         rule = f"{CPU_INTERMEDIATE_MULTIPLE} x {tp} = {unit} on a CPU" if cpu else str(unit)

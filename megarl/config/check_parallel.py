@@ -11,19 +11,21 @@ import math
 import os
 from collections.abc import Iterator
 
-from megarl.actor.shape import read_shape
+from megarl.actor.shape import ModelShape, read_shape
+from megarl.config.check_model import rollout_faults, uses_cpu
 from megarl.config.schema import Config
-from megarl.config.server_arguments import argument_violations, unknown_arguments
+from megarl.config.server_arguments import argument_violations, server_mesh
 from megarl.config.toml import shortened
 from megarl.config.transformer_fields import field_violations
 from megarl.config.violation import Violation
-from megarl.errors import ModelError
+from megarl.errors import LayoutError, ModelError
 from megarl.reshard.mesh import MAX_RANKS
+from megarl.reshard.sglang_limits import check_served
 
 PLANNED = "`megarl reshard explain` plans it"
 TRAINED = "the learner computes with tensor, pipeline and data parallelism only"
 COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-SERVED = "the weight sync writes tensor-parallel servers only"
+SERVED = "SGLang's update call does not tell the ranks of pipeline stages apart"
 
 
 def check_layout(config: Config) -> list[Violation]:
@@ -38,7 +40,6 @@ def check_layout(config: Config) -> list[Violation]:
     except ModelError as error:
         found.append(Violation(str(error), ("actor.model",)))
     found += check_ranks(config)
-    found += _servers(config)
     found += argument_violations(config, shape, os.environ)
     name = "learner.transformer_config"
     found += [
@@ -54,6 +55,23 @@ def check_ranks(config: Config) -> Iterator[Violation]:
     if not too_many:
         yield from _replicas(config)
     yield from _pipeline(config)
+    yield from _servers(config)
+
+
+def check_servers(config: Config, shape: ModelShape | None) -> Iterator[Violation]:
+    """What keeps servers of a run from holding the policy in a layout that the weight sync knows.
+
+    `shape` is None where the model cannot be read; what depends on it is then not checked.
+    """
+    found = list(argument_violations(config, shape, os.environ))
+    yield from found
+    if found or shape is None or any(_servers(config)) or rollout_faults(config, shape):
+        return  # said already, or by `check_shape`
+    try:
+        check_served(shape, server_mesh(config, shape, uses_cpu(config)))
+    except LayoutError as error:
+        names = ("tp", "ep", "attention_dp")
+        yield Violation(str(error), tuple(f"rollout.parallel.{name}" for name in names))
 
 
 def _too_many(config: Config) -> Iterator[Violation]:
@@ -151,7 +169,6 @@ def _servers(config: Config) -> Iterator[Violation]:
 def check_runnable(config: Config) -> Iterator[Violation]:
     """What can be laid out and planned, but not be trained or served yet."""
     learner, rollout = config.learner.parallel, config.rollout
-    yield from unknown_arguments(config)
     for name in ("vpp", "cp", "ep", "etp"):
         size = getattr(learner, name)
         if size > 1:
@@ -165,10 +182,8 @@ def check_runnable(config: Config) -> Iterator[Violation]:
         if value != unset:
             reason = "the learner's pipeline stages all have the same number of layers"
             yield _not_yet(f"learner.parallel.{name}", value, reason, unset)
-    for name in ("ep", "pp", "attention_dp"):
-        size = getattr(rollout.parallel, name)
-        if size > 1:
-            yield _not_yet(f"rollout.parallel.{name}", size, SERVED, 1)
+    if rollout.parallel.pp > 1:
+        yield _not_yet("rollout.parallel.pp", rollout.parallel.pp, SERVED, 1)
     if rollout.precision.weights != "policy":
         reason = "the weight sync writes unquantized parameters only"
         yield _not_yet("rollout.precision.weights", rollout.precision.weights, reason, "policy")

@@ -12,7 +12,7 @@ from megarl.config.group import Group, NonNegative, Positive
 
 
 class RolloutParallelConfig(Group):
-    """Layout of one rollout server. A run takes `tp` alone as yet; `megarl reshard explain` plans
+    """Layout of one rollout server. A run takes no `pp` as yet; `megarl reshard explain` plans
     all."""
 
     tp: Positive = 1
@@ -22,7 +22,7 @@ class RolloutParallelConfig(Group):
     pp: Positive = 1
     """Pipeline stages of one server."""
     attention_dp: Positive = 1
-    """Copies of the attention in one server (SGLang's --dp-size with --enable-dp-attention)."""
+    """Copies of the attention in one server (SGLang's --attn-dp-size)."""
 
     @property
     def num_ranks(self) -> int:

@@ -55,17 +55,19 @@ INHERITED = {
 """Variables of SGLang that servers take over from the shell, and what they change."""
 
 
-def server_mesh(config: Config, shape: ModelShape) -> ServerMesh:
+def server_mesh(config: Config, shape: ModelShape, cpu: bool | None = None) -> ServerMesh:
     """The servers' ranks, with what SGLang's arguments do to their layout.
 
+    `cpu` says where they run, None that `launch.device` does, whose auto is taken as GPUs.
     A run serves no draft model and sets no SGLANG_PP_LAYER_PARTITION, so `draft` and `pp_layers`
     are not set. Fusion of shared experts is as on NVIDIA GPUs before Blackwell, where SGLang takes
     flashinfer_trtllm for DeepSeek-V3 by itself and does not fuse.
     """
     parallel, arguments = config.rollout.parallel, config.rollout.engine_args
+    on_cpu = config.launch.device == "cpu" if cpu is None else cpu
     return ServerMesh(
         tp=parallel.tp,
-        cpu=config.launch.device == "cpu",
+        cpu=on_cpu,
         ep=parallel.ep,
         attention_dp=parallel.attention_dp,
         pp=parallel.pp,
@@ -73,7 +75,7 @@ def server_mesh(config: Config, shape: ModelShape) -> ServerMesh:
         dp_head=bool(arguments.get("enable_dp_lm_head")),
         dense_whole=arguments.get("moe_dense_tp_size") == 1,
         shared_whole=_all_to_all(config) != NO_ALL_TO_ALL,
-        fused_shared_experts=_fuses(config, shape),
+        fused_shared_experts=_fuses(config, shape, on_cpu),
         up_first=_runner(config) == UP_FIRST_RUNNER,
     )
 
@@ -86,7 +88,7 @@ def _runner(config: Config) -> str:
     return str(config.rollout.engine_args.get("moe_runner_backend", PLAIN_RUNNERS[0]))
 
 
-def _fuses(config: Config, shape: ModelShape) -> bool:
+def _fuses(config: Config, shape: ModelShape, on_cpu: bool) -> bool:
     """Whether SGLang puts the shared experts into slots behind the routed ones."""
     arguments, moe = config.rollout.engine_args, shape.moe
     rule = FAMILIES[shape.architecture].served.fuses_shared
@@ -96,7 +98,7 @@ def _fuses(config: Config, shape: ModelShape) -> bool:
         return False
     if rule.enforced and arguments.get("enforce_shared_experts_fusion"):
         return True
-    if config.launch.device == "cpu" or config.rollout.parallel.ep > 1:
+    if on_cpu or config.rollout.parallel.ep > 1:
         return False
     if _all_to_all(config) != NO_ALL_TO_ALL:
         return False

@@ -6,11 +6,13 @@ Owns nothing but that translation. How weights travel and are proved is `weight_
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megarl.config.server_arguments import server_mesh
 from megarl.learner.addresses import listen_address
 from megarl.nodes import node_name
 from megarl.weight_sync.control import SourceSpec
@@ -33,6 +35,7 @@ def build_weight_sync(learner: Learner) -> WeightSync:
     Its group is Gloo's, also on GPUs: an idle NCCL group would hold a device that a server needs.
     """
     config, ranks = learner.config, learner.ranks
+    on_cpu = ranks.device.type == "cpu"
     return WeightSync(
         run_id=os.environ.get(RUN_ID_VARIABLE, f"pid{os.getppid()}"),
         source=SourceSpec(learner.shape, ranks.mesh),
@@ -43,7 +46,8 @@ def build_weight_sync(learner: Learner) -> WeightSync:
             backend="gloo", timeout=timedelta(seconds=config.deadline.sync_s + STAGING_S)
         ),
         host=listen_address(),
-        cpu_servers=ranks.device.type == "cpu",
+        cpu_servers=on_cpu,
+        server_mesh=replace(server_mesh(config, learner.shape, on_cpu), pp=1, servers=1),
         deadline_s=config.deadline.sync_s,
         place=Place(node_name(os.environ), int(os.environ.get("LOCAL_RANK", "0"))),
         bucket_bytes=config.weight_sync.bucket_mib << 20,

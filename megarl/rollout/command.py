@@ -54,6 +54,7 @@ def server_command(config: Config, place: ServerPlace, device: Device) -> Server
         "--device": device,
         "--dtype": DTYPES[config.learner.precision.params],
         "--tp-size": rollout.parallel.tp,
+        **_more_parallel(config),
         "--host": place.host,
         "--port": place.port,
         "--random-seed": seed,
@@ -74,6 +75,17 @@ def server_command(config: Config, place: ServerPlace, device: Device) -> Server
         argv=(python, "-m", MODULE, *own, *switches, *engine_args.flags(rollout.engine_args)),
         env=_environment(config, place, device),
     )
+
+
+def _more_parallel(config: Config) -> dict[str, object]:
+    """The flags of expert and attention data parallelism, where there is any.
+
+    Source: sglang 0.5.23, arg_groups/fields/parallel.py; --dp-size with --enable-dp-attention is
+    the older spelling of --attn-dp-size.
+    """
+    parallel = config.rollout.parallel
+    sizes = {"--ep-size": parallel.ep, "--attn-dp-size": parallel.attention_dp}
+    return {flag: size for flag, size in sizes.items() if size > 1}
 
 
 def _environment(config: Config, place: ServerPlace, device: Device) -> dict[str, str]:

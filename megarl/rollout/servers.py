@@ -65,13 +65,14 @@ class ServerPool:
         self._starter: Starter | None = None
         hosts = hosts or ["127.0.0.1"] * config.rollout.servers
         assert len(hosts) == config.rollout.servers, (hosts, config.rollout.servers)
-        tp = config.rollout.parallel.tp
+        parallel = config.rollout.parallel
+        size = {"tp": parallel.tp, "ep": parallel.ep, "attention_dp": parallel.attention_dp}
         self._servers = [
-            Server(index, host, ServerEndpoint(f"server-{index}", "", tp, incarnation=0))
+            Server(index, host, ServerEndpoint(f"server-{index}", "", incarnation=0, **size))
             for index, host in enumerate(hosts)
         ]
         for server, node in zip(self._servers, nodes, strict=False):
-            server.endpoint = replace(server.endpoint, nodes=(node,) * tp)
+            server.endpoint = replace(server.endpoint, nodes=(node,) * parallel.tp)
         for server, mine in zip(self._servers, gpus, strict=False):
             server.endpoint = replace(server.endpoint, gpus=mine)
 

@@ -12,12 +12,16 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from megarl.actor.shape import ModelShape
 from megarl.errors import WeightSyncError
+from megarl.reshard.layout import Layout
+from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.reshard.pipeline import Chunk, Pipeline
 from megarl.reshard.placement import Device
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.shared import ArenaRef
@@ -31,11 +35,35 @@ WIRE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.b
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
-    """Enough to rebuild the learner's layout: the policy's shape, mesh, vocabulary padding."""
+    """Enough to rebuild the learner's layout: the arguments of `megatron_layout`.
+
+    `forms` say how the learner's modules hold attention and experts, `pipeline` which layers each
+    stage has, None the even split.
+    """
 
     shape: ModelShape
     mesh: LearnerMesh
     vocab_divisor: int = 128
+    forms: tuple[str, ...] = ("te", "sequential")
+    pipeline: Pipeline | None = None
+
+    def layout(self) -> Layout:
+        """All learner ranks. Raises LayoutError where the policy cannot be laid out so."""
+        return megatron_layout(self.shape, self.mesh, self.vocab_divisor, self.pipeline, self.forms)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> SourceSpec:
+        """The inverse of `asdict` and JSON. Raises what a broken mapping raises."""
+        stages = None if fields["pipeline"] is None else fields["pipeline"]["chunks"]
+        return cls(
+            ModelShape.from_dict(fields["shape"]),
+            LearnerMesh(**fields["mesh"]),
+            fields["vocab_divisor"],
+            tuple(fields["forms"]),
+            None
+            if stages is None
+            else Pipeline(tuple(tuple(Chunk(**chunk) for chunk in stage) for stage in stages)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +121,7 @@ class ControlMessage:
         """The inverse of `to_json`. Raises WeightSyncError where `text` is not such a message."""
         try:
             fields = json.loads(text)
-            source = fields["source"]
-            fields["source"] = SourceSpec(
-                ModelShape.from_dict(source["shape"]),
-                LearnerMesh(**source["mesh"]),
-                source["vocab_divisor"],
-            )
+            fields["source"] = SourceSpec.from_dict(fields["source"])
             fields["mesh"] = ServerMesh(**fields["mesh"])
             fields["arenas"] = {int(r): ArenaRef(**ref) for r, ref in fields["arenas"].items()}
             fields["store"] = (fields["store"][0], int(fields["store"][1]))

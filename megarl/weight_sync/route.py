@@ -13,7 +13,6 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.reshard.arena import arena_layout
 from megarl.reshard.layout import Layout, Piece, RankLayout
-from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.plan import Move, Plan
 from megarl.reshard.sglang import sglang_layout
 from megarl.reshard.store import cached_plan
@@ -55,7 +54,7 @@ def make_route(message: ControlMessage, key: str) -> Route:
     if message.dtype not in WIRE_DTYPES:
         raise WeightSyncError(f"wire dtype {message.dtype!r} is unknown; use {list(WIRE_DTYPES)}")
     spec, dtype, rank = message.source, WIRE_DTYPES[message.dtype], message.tp_rank
-    learner = megatron_layout(spec.shape, spec.mesh, spec.vocab_divisor)
+    learner = spec.layout()
     server = sglang_layout(spec.shape, message.mesh)
     where = placement(message.source_devices, message.devices)
     plan = cached_plan(learner, server, where, dtype.itemsize)

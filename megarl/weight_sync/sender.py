@@ -17,7 +17,6 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.arena import arena_layout
 from megarl.reshard.execute import slices
 from megarl.reshard.layout import Layout, Piece, disjoint_cover, local_box
-from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.placement import Device
 from megarl.reshard.plan import Plan
 from megarl.reshard.sglang import sglang_layout
@@ -74,7 +73,7 @@ class Sender:
             raise WeightSyncError(
                 f"wire dtype {dtype!r} is unknown; use one of {list(WIRE_DTYPES)}"
             )
-        self.layout = megatron_layout(source.shape, source.mesh, source.vocab_divisor)
+        self.layout = source.layout()
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._parameters = parameters
         self._devices, self._bucket_bytes = tuple(devices), bucket_bytes

@@ -96,7 +96,8 @@ class WeightSync:
     `host` is the address of learner rank 0 that servers and other ranks reach, and the only one its
     store listens on. `place` is where this rank runs: servers of its node read its arenas, servers
     of other nodes are sent messages of at most `bucket_bytes`; None where all is on one node.
-    Making one is collective over the group.
+    `server_mesh` says what SGLang's arguments do to the servers' layout, beside the sizes that each
+    server says of itself. Making one is collective over the group.
     """
 
     def __init__(
@@ -110,12 +111,14 @@ class WeightSync:
         group: dist.ProcessGroup | None = None,
         host: str = "127.0.0.1",
         cpu_servers: bool = False,
+        server_mesh: ServerMesh | None = None,
         deadline_s: float = 300.0,
         place: Place | None = None,
         bucket_bytes: int = 64 << 20,
     ) -> None:
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
-        self._group, self._cpu_servers, self._deadline_s = group, cpu_servers, deadline_s
+        self._group, self._deadline_s = group, deadline_s
+        self._server_mesh = replace(server_mesh or ServerMesh(), cpu=cpu_servers)
         self._bucket_bytes = bucket_bytes
         self._places = self._gather(place or Place("", rank))
         self._devices = learner_devices(self._places)
@@ -159,7 +162,8 @@ class WeightSync:
         self.sender.close()
 
     def _kind(self, server: ServerEndpoint) -> ServerKind:
-        mesh = ServerMesh(tp=server.tp, cpu=self._cpu_servers)
+        sizes = {"tp": server.tp, "ep": server.ep, "attention_dp": server.attention_dp}
+        mesh = replace(self._server_mesh, **sizes)
         return ServerKind(mesh, server_devices(server, self._places))
 
     def _order(self, version: int, servers: Sequence[ServerEndpoint]) -> Order | str:
@@ -175,7 +179,7 @@ class WeightSync:
             )
         except MegarlError as error:
             return str(error)
-        kinds = sorted({t.kind for t in targets}, key=lambda kind: (kind.mesh.tp, kind.devices))
+        kinds = sorted({t.kind for t in targets}, key=lambda kind: (str(kind.mesh), kind.devices))
         for kind in kinds:
             if kind not in self._generations or kind in self._reading:
                 self._generations[kind] = self._next_generation

@@ -34,9 +34,19 @@ def test_run_refuses_experts_ranks(place, name: str) -> None:
     assert f"{name} = 2" in place.violation(f"--{name}", "2", "--placement.learner_gpus", "2")
 
 
-@pytest.mark.parametrize("name", ["rollout.parallel.ep", "rollout.parallel.attention_dp"])
-def test_run_refuses_servers_that_are_more_than_tensor_parallel(place, name: str) -> None:
-    assert f"{name} = 2" in place.violation(f"--{name}", "2", "--rollout.parallel.tp", "2")
+def test_run_takes_servers_with_data_parallel_attention(place) -> None:
+    config = place.load("--rollout.parallel.tp", "2", "--rollout.parallel.attention_dp", "2")
+    assert config.rollout.parallel.attention_dp == 2
+
+
+def test_run_refuses_expert_parallel_servers_of_a_dense_model(place) -> None:
+    text = place.violation("--rollout.parallel.ep", "2", "--rollout.parallel.tp", "2")
+    assert "ep=2, but Qwen3ForCausalLM has no experts here; use ep=1" in text
+
+
+def test_run_refuses_sizes_of_a_server_that_contradict_each_other(place) -> None:
+    text = place.violation("--rollout.parallel.attention_dp", "2")
+    assert "rollout.parallel.attention_dp = 2 does not divide rollout.parallel.tp = 1" in text
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,13 @@ def test_ranks_are_bound_to_cores_only_on_a_cpu_with_several_of_them() -> None:
     assert variable not in made("cuda", rollout=two).env
 
 
+def test_experts_and_attention_are_divided_as_the_settings_say() -> None:
+    parallel = {"tp": 4, "ep": 2, "attention_dp": 4}
+    argv = made("cuda", rollout={"parallel": parallel}).argv
+    assert (value(argv, "--ep-size"), value(argv, "--attn-dp-size")) == ("2", "4")
+    assert not {"--ep-size", "--attn-dp-size"} & set(made("cuda").argv)
+
+
 def test_users_arguments_come_last_so_that_they_win() -> None:
     argv = made("cpu", rollout={"engine_args": {"log_level": "info"}}).argv
     assert argv[-2:] == ("--log-level", "info")

@@ -11,10 +11,12 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.reshard.pipeline import Pipeline
 from megarl.weight_sync.control import ControlMessage, SourceSpec, decode, encode
 from megarl.weight_sync.transport.shared import ArenaRef
 from tests.weight_sync.tiny import SHAPE
 
+PIPELINE = Pipeline.from_layout("Et|tL", 2)
 MESSAGE = ControlMessage(
     version=3,
     attempt="ab",
@@ -22,8 +24,8 @@ MESSAGE = ControlMessage(
     server="server0",
     incarnation=1,
     tp_rank=1,
-    source=SourceSpec(SHAPE, LearnerMesh(tp=2, pp=2), 64),
-    mesh=ServerMesh(2, cpu=True),
+    source=SourceSpec(SHAPE, LearnerMesh(tp=2, pp=2), 64, ("local", "per_expert"), PIPELINE),
+    mesh=ServerMesh(2, cpu=True, ep=2, attention_dp=2),
     dtype="fp32",
     plan_digest="0" * 64,
     arenas={1: ArenaRef("megarl_r_g0_r1", 10, "n", "host")},
