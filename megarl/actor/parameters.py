@@ -79,7 +79,12 @@ def element_bytes(parameter: Parameter, policy_bytes: int) -> int:
     >>> element_bytes(Parameter("bias", (8,), "router_bias", precision="float32"), 2)
     4
     """
-    return FIXED_BYTES.get(parameter.precision, policy_bytes)
+    return precision_bytes(parameter.precision, policy_bytes)
+
+
+def precision_bytes(precision: Precision, policy_bytes: int) -> int:
+    """Bytes of one element in a precision, where one in the policy's has `policy_bytes`."""
+    return FIXED_BYTES.get(precision, policy_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,56 @@
 """Where a source rank stages its tensors in its one shared memory file.
 
-Pure, so that sender and receiver work out the same offsets without telling each other.
+Pure, so that sender and receiver work out the same slots without telling each other.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+from megarl.actor.parameters import Precision, precision_bytes
 from megarl.reshard.layout import RankLayout
+from megarl.reshard.moves import LINKS
 from megarl.reshard.plan import Plan
 
 ALIGNMENT_BYTES = 64  # a cache line, and enough for any element type
 
+_NEAR = (LINKS.index("local"), LINKS.index("node"))
 
-def arena_layout(rank: RankLayout, plan: Plan, itemsize: int) -> tuple[dict[str, int], int]:
-    """(byte offset of each local tensor that the plan reads on its own node, total bytes).
 
-    Tensors lie whole and contiguous, sorted by name; `itemsize` is bytes per element as staged.
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A local tensor's place: it lies whole and contiguous from byte `offset` on, in `precision`.
+
+    A local tensor is one buffer, and all that it holds has one precision.
     """
-    read = {move.src_local for move in plan.sends(rank.rank) if move.link in ("local", "node")}
-    offsets: dict[str, int] = {}
+
+    offset: int
+    shape: tuple[int, ...]
+    precision: Precision
+
+
+def arena_layout(rank: RankLayout, plan: Plan) -> tuple[dict[str, Slot], int]:
+    """(slot of each local tensor of a source rank that the plan reads on its node, total bytes).
+
+    Tensors are sorted by name. Elements in the policy's precision have `plan.policy_bytes`.
+    """
+    operations = plan.operations_from(rank.rank)
+    near = (operations.link == _NEAR[0]) | (operations.link == _NEAR[1])
+    read = operations.source_tensors(plan, near)
+    precisions = local_precisions(rank, plan)
+    slots: dict[str, Slot] = {}
     total = 0
     for tensor in sorted(rank.tensors, key=lambda tensor: tensor.name):
         if tensor.name in read:
-            offsets[tensor.name] = total
-            size = math.prod(tensor.shape) * itemsize
+            precision = precisions[tensor.name]
+            slots[tensor.name] = Slot(total, tensor.shape, precision)
+            size = math.prod(tensor.shape) * precision_bytes(precision, plan.policy_bytes)
             total += (size + ALIGNMENT_BYTES - 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-    return offsets, total
+    return slots, total
+
+
+def local_precisions(rank: RankLayout, plan: Plan) -> dict[str, Precision]:
+    """The precision of each local tensor of a source rank: that of the parameters it holds."""
+    known = {parameter.name: parameter.precision for parameter in plan.source.parameters}
+    return {piece.local: known[piece.tensor] for piece in rank.pieces}

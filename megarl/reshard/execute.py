@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megarl.reshard.layout import Box, RankLayout, local_box
+from megarl.reshard.layout import Box, Piece, RankLayout, local_box
 from megarl.reshard.moves import Move
 
 
@@ -33,6 +33,12 @@ def written(move: Move, destinations: Mapping[str, Any]) -> Any:
     """The view of the destination's array that a move copies into, of the shape of `read`'s."""
     box, spare = local_box(move.box, move.dst_at), len(move.dst_at) - len(move.src_at)
     return destinations[move.dst_local][_indexed(slices(box), spare)]
+
+
+def held(piece: Piece, arrays: Mapping[str, Any]) -> Any:
+    """The view of one rank's array that holds a piece, of the shape of the piece's box."""
+    view = arrays[piece.local][slices(local_box(piece.box, piece.at))]
+    return view.reshape(tuple(end - start for start, end in piece.box))
 
 
 def clear_paddings(rank: RankLayout, arrays: Mapping[str, Any]) -> None:

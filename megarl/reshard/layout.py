@@ -283,44 +283,6 @@ def offset_in(piece: Piece, box: Box) -> tuple[int, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class AtomHolder:
-    """One place that holds an atom: tensor `local` of `rank` from offset `at` on."""
-
-    rank: int
-    local: str
-    at: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Atom:
-    """A box of one tensor whose elements all have the same holders, and those holders."""
-
-    tensor: str
-    box: Box
-    holders: tuple[AtomHolder, ...]
-
-
-def atoms(layout: Layout) -> dict[str, tuple[Atom, ...]]:
-    """For each parameter, its pieces cut so that they are equal or disjoint, with their holders."""
-    found: dict[str, dict[Box, list[tuple[int, Piece]]]] = {
-        parameter.name: {} for parameter in layout.parameters
-    }
-    for rank in layout.ranks:
-        for piece in rank.pieces:
-            found[piece.tensor].setdefault(piece.box, []).append((rank.rank, piece))
-    result = {}
-    for tensor, by_box in found.items():
-        cells: dict[Box, list[AtomHolder]] = {}
-        for cell, box in cut(by_box):
-            for rank_id, piece in by_box[box]:
-                cells.setdefault(cell, []).append(
-                    AtomHolder(rank_id, piece.local, offset_in(piece, cell))
-                )
-        result[tensor] = tuple(Atom(tensor, box, tuple(cells[box])) for box in sorted(cells))
-    return result
-
-
 def cut(boxes: Iterable[Box]) -> Iterator[tuple[Box, Box]]:
     """(cell, box) pairs: each box cut where any box begins or ends; cells are equal or disjoint.
 
@@ -338,22 +300,3 @@ def cut(boxes: Iterable[Box]) -> Iterator[tuple[Box, Box]]:
             spans.append(list(itertools.pairwise(part)))
         for cell in itertools.product(*spans):
             yield cell, box
-
-
-def disjoint_cover(layout: Layout) -> tuple[tuple[Piece, ...], ...]:
-    """For each rank, pieces such that every global element is in exactly one piece of one rank.
-
-    Replicas take turns, so that work done over the cover (a checksum) is shared among them.
-    """
-    position = {rank.rank: index for index, rank in enumerate(layout.ranks)}
-    cover: list[list[Piece]] = [[] for _ in layout.ranks]
-    turns: dict[tuple[int, ...], int] = {}
-    for tensor_atoms in atoms(layout).values():
-        for atom in tensor_atoms:
-            group = tuple(holder.rank for holder in atom.holders)
-            turn = turns.get(group, 0)
-            turns[group] = turn + 1
-            holder = atom.holders[turn % len(group)]
-            piece = Piece(atom.tensor, atom.box, holder.local, holder.at)
-            cover[position[holder.rank]].append(piece)
-    return tuple(tuple(pieces) for pieces in cover)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megarl.reshard.layout import Box, Ints, Layout
 from megarl.reshard.routes import Delivery, Route, Segment, group_ranks
@@ -75,6 +76,15 @@ class Operations:
         """Elements of each row."""
         sizes: Ints = (self.high - self.low).prod(axis=1)
         return sizes
+
+    def source_tensors(self, plan: Plan, rows: NDArray[np.bool_]) -> frozenset[str]:
+        """Names of the source's local tensors that the chosen rows read; not of fan-outs."""
+        pairs = np.stack([self.source_site[rows], self.source_tensor[rows]], axis=1)
+        sites, templates = plan.source.sites, plan.source.templates
+        return frozenset(
+            sites[site].name(templates[sites[site].template].tensors[tensor].name)
+            for site, tensor in np.unique(pairs, axis=0).tolist()
+        )
 
     def moves(self, plan: Plan) -> tuple[Move, ...]:
         """The rows as moves, with names."""

@@ -24,7 +24,7 @@ from megarl.reshard.proof import prove_plan
 from megarl.reshard.proof_moves import prove_moves
 from megarl.reshard.routes import Placed, Route, Segment, Traffic, route
 
-__all__ = ["Move", "Plan", "make_plan", "minimum_elements", "prove_moves"]
+__all__ = ["Move", "Plan", "make_plan", "minimum_bytes", "minimum_elements", "prove_moves"]
 
 PLANNER = b"megarl planner 3"  # raise it when the same layouts would give another plan
 MOST = 2**62  # bytes of a model: sums of a few of them are counted in 64 bits
@@ -161,7 +161,26 @@ def make_plan(
 
 def minimum_elements(destination: Layout) -> int:
     """Elements that any plan must write: each destination element once."""
-    return sum(num_elements(piece.box) for rank in destination.ranks for piece in rank.pieces)
+    return minimum_bytes(destination, 1, fixed=False)
+
+
+def minimum_bytes(destination: Layout, policy_bytes: int, fixed: bool = True) -> int:
+    """Bytes of these elements; without `fixed` as if all were in the policy's precision."""
+    templates = []
+    for template in destination.templates:
+        width = {
+            p.name: element_bytes(p, policy_bytes) if fixed else policy_bytes
+            for p in destination.table.kinds[template.kind]
+        }
+        templates.append(
+            sum(
+                num_elements(piece.box) * width[piece.tensor] * len(shard.holders)
+                for tensor in template.tensors
+                for shard in tensor.shards
+                for piece in shard.pieces
+            )
+        )
+    return sum(templates[site.template] for site in destination.sites)
 
 
 def _pairings(

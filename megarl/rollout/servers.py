@@ -66,9 +66,11 @@ class ServerPool:
         hosts = hosts or ["127.0.0.1"] * config.rollout.servers
         assert len(hosts) == config.rollout.servers, (hosts, config.rollout.servers)
         parallel = config.rollout.parallel
-        size = {"tp": parallel.tp, "ep": parallel.ep, "attention_dp": parallel.attention_dp}
+        first = ServerEndpoint(
+            "", "", parallel.tp, 0, ep=parallel.ep, attention_dp=parallel.attention_dp
+        )
         self._servers = [
-            Server(index, host, ServerEndpoint(f"server-{index}", "", incarnation=0, **size))
+            Server(index, host, replace(first, name=f"server-{index}"))
             for index, host in enumerate(hosts)
         ]
         for server, node in zip(self._servers, nodes, strict=False):

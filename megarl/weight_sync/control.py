@@ -11,13 +11,14 @@ import hashlib
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch
 
 from megarl.actor.shape import ModelShape
 from megarl.errors import WeightSyncError
+from megarl.reshard.arena import Slot
 from megarl.reshard.layout import Layout
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
@@ -157,10 +158,11 @@ def meeting_key(version: int, attempt: str, server: str, incarnation: int) -> st
 
 
 def arena_digest(
-    plan_digest: str, dtype: str, rank: int, offsets: Mapping[str, int], num_bytes: int
+    plan_digest: str, dtype: str, rank: int, slots: Mapping[str, Slot], num_bytes: int
 ) -> str:
     """64 hex digits over all that gives an arena's bytes their meaning."""
-    meaning = json.dumps([plan_digest, dtype, rank, sorted(offsets.items()), num_bytes])
+    places = [(name, *astuple(slot)) for name, slot in sorted(slots.items())]
+    meaning = json.dumps([plan_digest, dtype, rank, places, num_bytes])
     return hashlib.sha256(meaning.encode()).hexdigest()
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megarl.reshard.layout import Box, Layout, Piece, atoms
+from megarl.reshard.cover import Cover
+from megarl.reshard.layout import Box, Layout, Piece
 from megarl.weight_sync.checksum import add
 
 _SHOWN = 3  # tensors named in one error
@@ -19,13 +20,8 @@ def held(layout: Layout) -> dict[int, tuple[Piece, ...]]:
 
     The order is the same in every process: a rank's sums are listed in it.
     """
-    pieces: dict[int, list[Piece]] = {rank.rank: [] for rank in layout.ranks}
-    for tensor_atoms in atoms(layout).values():
-        for atom in tensor_atoms:
-            for holder in atom.holders:
-                piece = Piece(atom.tensor, atom.box, holder.local, holder.at)
-                pieces[holder.rank].append(piece)
-    return {rank: tuple(mine) for rank, mine in pieces.items()}
+    cover = Cover(layout)
+    return {rank: cover.held(rank) for rank in layout.rank_ids}
 
 
 def differences(

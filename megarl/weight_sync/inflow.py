@@ -6,7 +6,7 @@ a sync uses follows from the route alone: where it has nothing for a way, that w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -15,8 +15,9 @@ from megarl.reshard import execute
 from megarl.reshard.layout import num_elements
 from megarl.weight_sync import packing, parcels
 from megarl.weight_sync.control import ControlMessage
+from megarl.weight_sync.formats import staged
 from megarl.weight_sync.parcels import Parcel
-from megarl.weight_sync.route import Route, Source
+from megarl.weight_sync.route import Route
 from megarl.weight_sync.transport.p2p import Peers
 from megarl.weight_sync.transport.shared import ArenaReader, ArenaRef
 
@@ -50,7 +51,8 @@ class ArenaInflow:
         """Copy every box."""
         assert self._route is not None, "open comes first"
         for rank, source in self._route.sources.items():
-            views = _views(self._readers[rank], source, self._route.dtype)
+            data, wire = self._readers[rank].data, self._route.wire
+            views = {name: staged(data, slot, wire) for name, slot in source.slots.items()}
             execute.run(source.moves, views, parameters)
 
     def check(self, message: ControlMessage) -> None:
@@ -73,7 +75,7 @@ class ArenaInflow:
         moved: dict[str, int] = {}
         for source in self._route.sources.values():
             for move in source.moves:
-                size = num_elements(move.box) * self._route.dtype.itemsize
+                size = num_elements(move.box) * self._route.wire.of(move.tensor).itemsize
                 moved[move.link] = moved.get(move.link, 0) + size
         return moved
 
@@ -104,12 +106,12 @@ class MessageInflow:
         if not (route.network or route.fanout):
             return
         me, peers = parcels.server_member(message.tp_rank), self._my_peers(message)
-        first = packing.incoming(route.network, parameters, route.dtype)
+        first = packing.incoming(route.network, parameters, route.wire)
         peers.run(message.call, first, until)
-        peers.run(message.call, packing.between(me, route.fanout, parameters, route.dtype), until)
+        peers.run(message.call, packing.between(me, route.fanout, parameters, route.wire), until)
         self._moved = {
-            "network": _num_bytes(route.network, route),
-            "fanout": _num_bytes([p for p in route.fanout if p.taker == me], route),
+            "network": _num_bytes(route.network),
+            "fanout": _num_bytes([p for p in route.fanout if p.taker == me]),
         }
 
     def check(self, message: ControlMessage) -> None:
@@ -132,14 +134,5 @@ class MessageInflow:
         return self._peers[1]
 
 
-def _num_bytes(found: tuple[Parcel, ...] | list[Parcel], route: Route) -> int:
-    return sum(parcel.num_elements for parcel in found) * route.dtype.itemsize
-
-
-def _views(reader: ArenaReader, source: Source, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The arena's tensors by local name, without a copy."""
-    views = {}
-    for name, (offset, shape) in source.tensors.items():
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        views[name] = reader.data[offset : offset + num_bytes].view(dtype).view(shape)
-    return views
+def _num_bytes(found: Iterable[Parcel]) -> int:
+    return sum(parcel.num_bytes for parcel in found)

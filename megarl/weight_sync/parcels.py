@@ -12,28 +12,25 @@ from typing import Any
 
 import numpy as np
 
+from megarl.actor.parameters import element_bytes
 from megarl.reshard.buckets import Bucket, buckets, message_order
-from megarl.reshard.layout import num_elements
 from megarl.reshard.moves import LINKS, Link, Move, Operations
 from megarl.reshard.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One message: the boxes of `moves` packed in this order, without gaps, in the wire dtype.
+    """One message: the boxes of `moves` packed in this order, without gaps, each as it travels.
 
-    `number` counts the messages from `giver` to `taker`.
+    Boxes of wide elements come first, so that each begins at a multiple of its element. `number`
+    counts the messages from `giver` to `taker`.
     """
 
     giver: str
     taker: str
     number: int
     moves: tuple[Move, ...]
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of all boxes."""
-        return sum(num_elements(move.box) for move in self.moves)
+    num_bytes: int
 
 
 def learner_member(rank: int) -> str:
@@ -95,6 +92,7 @@ def _parcels(
     number = LINKS.index(link)
     mine = _rows(operations, lambda all_of: all_of.link == number)
     moves = mine.moves(plan)
+    wide = {p.name: -element_bytes(p, plan.policy_bytes) for p in plan.destination.parameters}
     giver = server_member if link == "fanout" else learner_member
     return [
         (
@@ -103,7 +101,8 @@ def _parcels(
                 giver(bucket.source),
                 server_member(bucket.destination),
                 bucket.number,
-                tuple(moves[row] for row in bucket.rows),
+                tuple(sorted((moves[row] for row in bucket.rows), key=lambda m: wide[m.tensor])),
+                bucket.num_bytes,
             ),
         )
         for bucket in buckets(plan, mine, bucket_bytes, link)

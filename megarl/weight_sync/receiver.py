@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megarl.errors import WeightSyncError, in_words
 from megarl.reshard import execute
-from megarl.reshard.layout import RankLayout, local_box
+from megarl.reshard.layout import Piece, RankLayout
 from megarl.weight_sync import acks
 from megarl.weight_sync.acks import Ack
 from megarl.weight_sync.checksum import box_checksum
@@ -65,8 +65,7 @@ class Receiver:
         start = time.perf_counter()
         until = time.monotonic() + message.wait_s
         route = self._find_route(message)
-        parameters = {name: p.detach() for name, p in model.named_parameters()}
-        check_parameters(model, parameters, route)
+        parameters = live_tensors(model, route)
         device = next(iter(parameters.values())).device
         for inflow in self._inflows:
             inflow.open(message, route, device, until)
@@ -74,20 +73,13 @@ class Receiver:
         for inflow in self._inflows:
             inflow.fill(parameters, until)
         execute.clear_paddings(route.mine, parameters)
+        derive_weights(model)
         _synchronize(parameters)
         copied = time.perf_counter()
         for inflow in self._inflows:
             inflow.check(message)
         _check_paddings(route.mine, parameters)
-        sums = tuple(
-            box_checksum(
-                parameters[piece.local][execute.slices(local_box(piece.box, piece.at))],
-                piece.tensor,
-                route.shapes[piece.tensor],
-                piece.box,
-            )
-            for piece in route.pieces
-        )
+        sums = tuple(_checksum(piece, parameters, route) for piece in route.pieces)
         moved: dict[str, int] = {}
         for inflow in self._inflows:
             moved.update(inflow.moved_bytes)
@@ -111,24 +103,60 @@ class Receiver:
         return self._route
 
 
-def check_parameters(
-    model: torch.nn.Module, parameters: Mapping[str, torch.Tensor], route: Route
-) -> None:
-    """Raise WeightSyncError where the live parameters are not those of the layout, one and all."""
-    expected = {tensor.name: tensor.shape for tensor in route.mine.tensors}
-    unknown, missing = parameters.keys() - expected.keys(), expected.keys() - parameters.keys()
+def live_tensors(model: torch.nn.Module, route: Route) -> dict[str, torch.Tensor]:
+    """The model's parameters and buffers that the sync fills, by name.
+
+    Raises WeightSyncError where they are not those of the layout, one and all: only a buffer may be
+    one that the policy does not know (a table of rotary angles).
+    """
+    expected = route.expected
+    parameters = dict(model.named_parameters())
+    found = {**dict(model.named_buffers()), **parameters}
+    unknown, missing = parameters.keys() - expected.keys(), expected.keys() - found.keys()
     if unknown or missing:
         raise WeightSyncError(
             f"the server's parameters are not those of its layout: unknown {sorted(unknown)[:3]}, "
             f"missing {sorted(missing)[:3]}; this engine version or setting is not supported"
         )
-    for name, shape in expected.items():
-        found = parameters[name]
-        if tuple(found.shape) != shape or found.dtype != route.dtype:
+    for name, (shape, dtype) in expected.items():
+        mine = found[name]
+        if tuple(mine.shape) != shape or mine.dtype != dtype:
             raise WeightSyncError(
-                f"{name} is {tuple(found.shape)} {found.dtype} on the server, expected {shape} "
-                f"{route.dtype}; give learner and rollout one model, tp and number format"
+                f"{name} is {tuple(mine.shape)} {mine.dtype} on the server, expected {shape} "
+                f"{dtype}; give learner and rollout one model, tp and number format"
             )
+    _check_unpacked(model)
+    return {name: found[name].detach() for name in expected}
+
+
+def derive_weights(model: torch.nn.Module) -> None:
+    """Have the model work out anew what it derives from its weights, as SGLang's loaders do.
+
+    Latent attention keeps two parts of kv_b_proj transposed besides. SGLang takes a custom loader
+    for one that has called this itself. Source: sglang 0.5.23, post_load_weights in
+    model_loader/loader.py and end_weight_update in managers/scheduler_components.
+    """
+    step = getattr(model, "post_load_weights", None)
+    if step is not None:
+        step()
+
+
+def _checksum(piece: Piece, tensors: Mapping[str, torch.Tensor], route: Route) -> int:
+    """The sum over what one piece now is, in the type in which it travels.
+
+    Raises WeightSyncError where the server's wider type holds what that type cannot.
+    """
+    values = execute.held(piece, tensors)
+    sent = values.to(route.wire.of(piece.tensor))
+    if sent.dtype != values.dtype and not torch.equal(sent.to(values.dtype), values):
+        raise WeightSyncError(
+            f"{piece.tensor} {piece.box}: the server holds {values.dtype} values that did not "
+            f"come as {sent.dtype}; nothing else may write to {piece.local}"
+        )
+    return box_checksum(sent, piece.tensor, route.shapes[piece.tensor], piece.box)
+
+
+def _check_unpacked(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "use_intel_amx_backend", False):
             raise WeightSyncError(

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.arena import arena_layout
+from megarl.reshard.arena import Slot, arena_layout
+from megarl.reshard.cover import Cover
+from megarl.reshard.engine_tensors import float32_on_server
 from megarl.reshard.layout import Layout, Piece, RankLayout
 from megarl.reshard.plan import Move, Plan
 from megarl.reshard.sglang import sglang_layout
 from megarl.reshard.store import cached_plan
-from megarl.weight_sync import coverage, parcels
-from megarl.weight_sync.control import WIRE_DTYPES, ControlMessage, arena_digest
+from megarl.weight_sync import parcels
+from megarl.weight_sync.control import ControlMessage, arena_digest
+from megarl.weight_sync.formats import WireFormat, wire_format
 from megarl.weight_sync.parcels import Parcel
 from megarl.weight_sync.places import placement
 
@@ -27,7 +30,7 @@ class Source:
     """What one learner rank's arena holds for this rank, and the moves that read it."""
 
     moves: tuple[Move, ...]
-    tensors: Mapping[str, tuple[int, tuple[int, ...]]]  # local name -> (byte offset, shape)
+    slots: Mapping[str, Slot]  # by local name
     digest: str
 
 
@@ -36,7 +39,8 @@ class Route:
     """This rank's part of one plan.
 
     `sources` are the arenas of its own node; `network` is what comes from other nodes, `fanout`
-    what passes between the server's ranks of this node afterwards.
+    what passes between the server's ranks of this node afterwards. `wire` is in which types
+    parameters travel; the server keeps its tensors `float32` so, the others as the policy.
     """
 
     digest: str
@@ -46,18 +50,27 @@ class Route:
     fanout: tuple[Parcel, ...]
     pieces: tuple[Piece, ...]
     shapes: Mapping[str, tuple[int, ...]]  # global shape of each tensor
-    dtype: torch.dtype
+    wire: WireFormat
+    float32: frozenset[str]
+
+    def dtype(self, local: str) -> torch.dtype:
+        """The type in which the server keeps one of its tensors."""
+        return torch.float32 if local in self.float32 else self.wire.policy
+
+    @property
+    def expected(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """(shape, type) of each of the server's tensors that the sync fills."""
+        return {t.name: (t.shape, self.dtype(t.name)) for t in self.mine.tensors}
 
 
 def make_route(message: ControlMessage, key: str) -> Route:
     """Rebuild the plan from the message, and take this rank's part. Raises where digests differ."""
-    if message.dtype not in WIRE_DTYPES:
-        raise WeightSyncError(f"wire dtype {message.dtype!r} is unknown; use {list(WIRE_DTYPES)}")
-    spec, dtype, rank = message.source, WIRE_DTYPES[message.dtype], message.tp_rank
+    spec, rank = message.source, message.tp_rank
     learner = spec.layout()
     server = sglang_layout(spec.shape, message.mesh)
+    wire = wire_format(message.dtype, server)
     where = placement(message.source_devices, message.devices)
-    plan = cached_plan(learner, server, where, dtype.itemsize)
+    plan = cached_plan(learner, server, where, wire.policy.itemsize)
     if plan.digest != message.plan_digest:
         raise WeightSyncError(
             f"this server's plan is {plan.digest[:12]}, the learner's {message.plan_digest[:12]}; "
@@ -67,13 +80,14 @@ def make_route(message: ControlMessage, key: str) -> Route:
         raise WeightSyncError("the message names other members than the plan has")
     return Route(
         key,
-        server.ranks[rank],
+        server.rank(rank),
         _sources(learner, plan, rank, message.dtype),
         parcels.to_server(plan, rank, message.bucket_bytes),
         parcels.inside_node(plan, rank, message.bucket_bytes),
-        coverage.held(server)[rank],
+        Cover(server).held(rank),
         {parameter.name: parameter.shape for parameter in server.parameters},
-        dtype,
+        wire,
+        float32_on_server(spec.shape, server, rank),
     )
 
 
@@ -83,12 +97,8 @@ def _sources(learner: Layout, plan: Plan, rank: int, dtype: str) -> dict[int, So
         if move.link in ("local", "node"):
             moves.setdefault(move.src, []).append(move)
     sources = {}
-    itemsize = WIRE_DTYPES[dtype].itemsize
     for src, mine in moves.items():
-        layout = learner.ranks[src]
-        offsets, num_bytes = arena_layout(layout, plan, itemsize)
-        shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
-        tensors = {name: (offset, shapes[name]) for name, offset in offsets.items()}
-        digest = arena_digest(plan.digest, dtype, src, offsets, num_bytes)
-        sources[src] = Source(tuple(mine), tensors, digest)
+        slots, num_bytes = arena_layout(learner.rank(src), plan)
+        digest = arena_digest(plan.digest, dtype, src, slots, num_bytes)
+        sources[src] = Source(tuple(mine), slots, digest)
     return sources

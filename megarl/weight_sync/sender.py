@@ -14,16 +14,18 @@ from functools import cached_property
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.arena import arena_layout
-from megarl.reshard.execute import slices
-from megarl.reshard.layout import Layout, Piece, disjoint_cover, local_box
+from megarl.reshard.arena import Slot, arena_layout
+from megarl.reshard.cover import Cover
+from megarl.reshard.execute import held
+from megarl.reshard.layout import Layout, Piece
 from megarl.reshard.placement import Device
 from megarl.reshard.plan import Plan
 from megarl.reshard.sglang import sglang_layout
 from megarl.reshard.store import cached_plan
 from megarl.weight_sync import coverage, packing, parcels
 from megarl.weight_sync.checksum import add, box_checksum
-from megarl.weight_sync.control import WIRE_DTYPES, SourceSpec, arena_digest
+from megarl.weight_sync.control import SourceSpec, arena_digest
+from megarl.weight_sync.formats import staged, wire_format
 from megarl.weight_sync.parcels import Parcel
 from megarl.weight_sync.places import ServerKind, placement
 from megarl.weight_sync.transport.meeting import Call
@@ -40,7 +42,7 @@ class Route:
 
     plan: Plan
     destination: Layout
-    offsets: Mapping[str, int]
+    slots: Mapping[str, Slot]
     num_bytes: int
     digest: str
     members: tuple[str, ...]
@@ -69,23 +71,21 @@ class Sender:
         devices: Sequence[Device] = (),
         bucket_bytes: int = 64 << 20,
     ) -> None:
-        if dtype not in WIRE_DTYPES:
-            raise WeightSyncError(
-                f"wire dtype {dtype!r} is unknown; use one of {list(WIRE_DTYPES)}"
-            )
         self.layout = source.layout()
+        self.wire = wire_format(dtype, self.layout)
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._parameters = parameters
         self._devices, self._bucket_bytes = tuple(devices), bucket_bytes
         self._shapes = {parameter.name: parameter.shape for parameter in self.layout.parameters}
-        self._mine = disjoint_cover(self.layout)[rank]
+        self._mine = self.layout.rank(rank)
+        self._share = Cover(self.layout).share(rank)
         self._routes: dict[ServerKind, Route] = {}
         self._arenas: dict[ServerKind, tuple[int, Arena]] = {}
         self._peers: dict[str, Peers] = {}
         self._check()
 
     def _check(self) -> None:
-        expected = {t.name: t.shape for t in self.layout.ranks[self._rank].tensors}
+        expected = {tensor.name: tensor.shape for tensor in self._mine.tensors}
         missing = sorted(expected.keys() - self._parameters.keys())
         unknown = sorted(self._parameters.keys() - expected.keys())
         if missing or unknown:
@@ -104,32 +104,29 @@ class Sender:
         """The plan to servers of `kind`, made once. Raises LayoutError where there can be none."""
         if kind not in self._routes:
             destination = sglang_layout(self._source.shape, kind.mesh)
-            itemsize = WIRE_DTYPES[self._dtype].itemsize
             where = placement(self._devices, kind.devices)
-            plan = cached_plan(self.layout, destination, where, itemsize)
-            offsets, num_bytes = arena_layout(self.layout.ranks[self._rank], plan, itemsize)
+            plan = cached_plan(self.layout, destination, where, self.wire.policy.itemsize)
+            slots, num_bytes = arena_layout(self._mine, plan)
             self._routes[kind] = Route(
                 plan,
                 destination,
-                offsets,
+                slots,
                 num_bytes,
-                arena_digest(plan.digest, self._dtype, self._rank, offsets, num_bytes),
+                arena_digest(plan.digest, self._dtype, self._rank, slots, num_bytes),
                 parcels.members(plan),
                 parcels.from_learner(plan, self._rank, self._bucket_bytes),
             )
         return self._routes[kind]
 
     def checksums(self) -> dict[str, int]:
-        """This rank's share of every tensor's checksum, from the live parameters in the wire dtype.
+        """This rank's share of every tensor's checksum: of the live parameters, as they travel.
 
         Shares of all ranks add up to the whole: replicas take turns, nothing is summed twice.
         """
-        dtype = WIRE_DTYPES[self._dtype]
         sums: dict[str, int] = {}
-        for piece in self._mine:
-            values = self._parameters[piece.local][slices(local_box(piece.box, piece.at))]
-            shape = self._shapes[piece.tensor]
-            part = box_checksum(values.detach().to(dtype), piece.tensor, shape, piece.box)
+        for piece in self._share:
+            values = held(piece, self._parameters).detach().to(self.wire.of(piece.tensor))
+            part = box_checksum(values, piece.tensor, self._shapes[piece.tensor], piece.box)
             sums[piece.tensor] = add([sums.get(piece.tensor, 0), part])
         return sums
 
@@ -140,7 +137,7 @@ class Sender:
         still be read by a server that did not answer.
         """
         route = self.route(kind)
-        if not route.offsets:
+        if not route.slots:
             return None
         arena = self._arena(kind, generation, route)
         arena.stamp("")  # nobody takes it for whole while it is written
@@ -160,12 +157,8 @@ class Sender:
         return arena
 
     def _copy(self, arena: Arena, route: Route) -> None:
-        dtype = WIRE_DTYPES[self._dtype]
-        for name, offset in route.offsets.items():
-            tensor = self._parameters[name].detach()
-            num_bytes = tensor.numel() * dtype.itemsize
-            staged = arena.data[offset : offset + num_bytes].view(dtype).view(tensor.shape)
-            staged.copy_(tensor)
+        for name, slot in route.slots.items():
+            staged(arena.data, slot, self.wire).copy_(self._parameters[name].detach())
 
     def sends_to(self, kind: ServerKind) -> bool:
         """Whether this rank has messages for servers of `kind`."""
@@ -177,12 +170,10 @@ class Sender:
         One thread per server may do so at a time, while the parameters do not change. Raises
         WeightSyncError, naming who, where a member is missing, fails, or is late.
         """
-        route, dtype = self.route(kind), WIRE_DTYPES[self._dtype]
-        peers = self.peers(server)
+        route, peers = self.route(kind), self.peers(server)
         peers.join(call, until)
-        transfers = packing.outgoing(route.parcels, self._parameters, dtype)
-        peers.run(call, transfers, until)
-        return sum(parcel.num_elements for parcel in route.parcels) * dtype.itemsize
+        peers.run(call, packing.outgoing(route.parcels, self._parameters, self.wire), until)
+        return sum(parcel.num_bytes for parcel in route.parcels)
 
     def peers(self, server: str) -> Peers:
         """This rank's side of the group of `server`."""

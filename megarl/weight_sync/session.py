@@ -20,12 +20,11 @@ import torch.distributed as dist
 
 from megarl.errors import MegarlError, WeightSyncError, in_words
 from megarl.reshard.mesh import ServerMesh
-from megarl.reshard.plan import minimum_elements
+from megarl.reshard.plan import minimum_bytes
 from megarl.types import ServerEndpoint, ServerSync, SyncReport
 from megarl.weight_sync.acks import Ack, AckBoard
 from megarl.weight_sync.checksum import add
 from megarl.weight_sync.control import (
-    WIRE_DTYPES,
     ControlMessage,
     SourceSpec,
     meeting_key,
@@ -342,9 +341,9 @@ class WeightSync:
 
     def _report(self, order: Order, outcomes: Sequence[_Outcome]) -> SyncReport:
         """Bytes over all servers: what they took, what they hold, what was sent by network."""
-        itemsize = WIRE_DTYPES[self._dtype].itemsize
+        width = self.sender.wire.policy.itemsize
         routes = [self.sender.route(target.kind) for target in order.targets]
-        minimum = sum(minimum_elements(route.destination) for route in routes) * itemsize
+        minimum = sum(minimum_bytes(route.destination, width) for route in routes)
         moved = sum(outcome.moved_bytes for outcome in outcomes)
         sent = sum(outcome.network_bytes for outcome in outcomes)
         results = tuple(outcome.result for outcome in outcomes)

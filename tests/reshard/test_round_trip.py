@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape
+from megarl.reshard.cover import Cover
 from megarl.reshard.explicit import full_layout
-from megarl.reshard.layout import Layout, disjoint_cover, local_box
+from megarl.reshard.layout import Layout, local_box
 from megarl.reshard.megatron import megatron_layout, megatron_rank
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.plan import make_plan, minimum_elements
@@ -103,9 +104,10 @@ def test_any_disjoint_cover_has_every_global_element_once(case: Case) -> None:
 
 def assert_covered_once(layout: Layout) -> None:
     counts = {p.name: np.zeros(p.shape, np.int64) for p in layout.parameters}
-    for rank, pieces in zip(layout.ranks, disjoint_cover(layout), strict=True):
+    cover = Cover(layout)
+    for rank in layout.ranks:
         held_here = {tensor.name: tensor.shape for tensor in rank.tensors}
-        for piece in pieces:
+        for piece in cover.share(rank.rank):
             counts[piece.tensor][tuple(slice(*interval) for interval in piece.box)] += 1
             local = local_box(piece.box, piece.at)
             limits = zip(local, held_here[piece.local], strict=True)

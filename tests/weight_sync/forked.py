@@ -172,7 +172,7 @@ class Learner:
 
     def plan(self, server: Server) -> Plan:
         """The plan to one server, made here."""
-        layout = tiny.megatron_layout(SHAPE, self.mesh, 128)
+        layout = SourceSpec(SHAPE, self.mesh).layout()
         devices = server_devices(server.endpoint, self.places)
         where = placement(learner_devices(self.places), devices)
         return make_plan(layout, sglang_layout(SHAPE, _mesh(server.endpoint.tp)), where, 4)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
+from megarl.reshard import execute
+from megarl.reshard.engine_tensors import float32_on_server, learner_buffers
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.placement import Device
@@ -13,7 +15,9 @@ from megarl.reshard.plan import Plan, make_plan
 from megarl.reshard.sglang import sglang_layout
 from megarl.types import ServerEndpoint
 from megarl.weight_sync import packing, parcels
+from megarl.weight_sync.formats import wire_format
 from megarl.weight_sync.places import Place, learner_devices, placement, server_devices
+from tests.reshard.models import tiny_shape
 from tests.weight_sync.tiny import SHAPE
 
 LIMIT = 4096
@@ -41,16 +45,16 @@ def test_givers_and_takers_list_the_same_messages(name: str) -> None:
     sent = {p for r in made.source.rank_ids for p in parcels.from_learner(made, r, LIMIT)}
     got = {p for r in made.destination.rank_ids for p in parcels.to_server(made, r, LIMIT)}
     assert sent == got
-    assert sum(p.num_elements for p in sent) * 4 == sum(made.traffic.network_out.values())
+    assert sum(p.num_bytes for p in sent) == sum(made.traffic.network_out.values())
     inside = [parcels.inside_node(made, rank, LIMIT) for rank in made.destination.rank_ids]
     for parcel in {parcel for mine in inside for parcel in mine}:
         holders = [rank for rank, mine in enumerate(inside) if parcel in mine]
         assert [parcels.server_member(rank) for rank in holders] == sorted(
             {parcel.giver, parcel.taker}
         )
-    taken = sum(p.num_elements for rank, mine in enumerate(inside) for p in mine
+    taken = sum(p.num_bytes for rank, mine in enumerate(inside) for p in mine
                 if p.taker == parcels.server_member(rank))  # fmt: skip
-    assert taken * 4 == sum(made.traffic.fanout_in.values()) > 0
+    assert taken == sum(made.traffic.fanout_in.values()) > 0
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -71,15 +75,50 @@ def test_box_that_lies_whole_in_memory_is_received_where_it_belongs() -> None:
     tensors = {t.name: torch.zeros(t.shape) for t in made.destination.ranks[0].tensors}
     found = parcels.to_server(made, 0, 1)  # one box a message
     direct = 0
-    for transfer in packing.incoming(found, tensors, torch.float32):
-        buffer = transfer.buffer()
+    wire = wire_format("fp32", made.destination)
+    for transfer in packing.incoming(found, tensors, wire):
+        buffer = transfer.buffer().view(torch.float32)
         buffer.fill_(1.0)
         direct += any(t.data_ptr() <= buffer.data_ptr() < t.data_ptr() + t.numel() * 4
                       for t in tensors.values())  # fmt: skip
         transfer.done(buffer)
     assert direct > len(found) // 2
     written = sum(int(tensor.sum()) for tensor in tensors.values())
-    assert written == sum(parcel.num_elements for parcel in found)
+    assert written * 4 == sum(parcel.num_bytes for parcel in found)
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 10, 1 << 20])
+def test_message_with_wide_and_narrow_elements_arrives_whole(limit: int) -> None:
+    """A bfloat16 policy: the expert bias travels as float32, a router is widened on arrival."""
+    shape = tiny_shape("Glm4MoeForCausalLM")
+    source, destination = megatron_layout(shape, LearnerMesh()), sglang_layout(shape, ServerMesh())
+    devices = [[Device(node, 0)] for node in range(2)]
+    made = make_plan(source, destination, placement(*devices), 2)
+    wire, wide = wire_format("bf16", source), float32_on_server(shape, destination, 0)
+    given = {
+        tensor.name: torch.randn(tensor.shape).to(
+            torch.float32 if tensor.name in learner_buffers(shape, source, 0) else torch.bfloat16
+        )
+        for tensor in source.ranks[0].tensors
+    }
+    taken = {
+        tensor.name: torch.zeros(
+            tensor.shape, dtype=torch.float32 if tensor.name in wide else torch.bfloat16
+        )
+        for tensor in destination.ranks[0].tensors
+    }
+    sent = packing.outgoing(parcels.from_learner(made, 0, limit), given, wire)
+    got = packing.incoming(parcels.to_server(made, 0, limit), taken, wire)
+    total = 0
+    for giving, taking in zip(sent, got, strict=True):
+        buffer = taking.buffer()
+        buffer.copy_(giving.buffer())
+        taking.done(buffer)
+        total += buffer.nbytes
+    assert total == sum(made.traffic.network_out.values())
+    for move in made.moves:
+        written, read = execute.written(move, taken), execute.read(move, given)
+        assert torch.equal(written.float(), read.float()), move
 
 
 def test_servers_apart_in_the_same_way_share_a_plan_whatever_their_nodes_are_called() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -13,10 +13,11 @@ from megarl.actor.shape import ModelShape
 from megarl.reshard.execute import run
 from megarl.reshard.explicit import full_layout
 from megarl.reshard.layout import Layout
-from megarl.reshard.megatron import megatron_layout
+from megarl.reshard.mesh import ServerMesh
 from megarl.reshard.plan import make_plan
 from megarl.weight_sync.control import SourceSpec
-from tests.reshard.models import sglang_slices, tiny_shape
+from tests.reshard.models import tiny_shape
+from tests.reshard.server_slices import server_slices
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,7 +39,7 @@ def weights(shape: ModelShape, seed: int) -> Tensors:
 
 def on_learner(source: SourceSpec, tensors: Mapping[str, torch.Tensor]) -> list[Tensors]:
     """The parameters of every learner rank, placed by the planner; padding rows hold garbage."""
-    layout = megatron_layout(source.shape, source.mesh, source.vocab_divisor)
+    layout = source.layout()
     plan = make_plan(full_layout(layout.table), layout)
     ranks = []
     for rank in layout.ranks:
@@ -50,13 +51,20 @@ def on_learner(source: SourceSpec, tensors: Mapping[str, torch.Tensor]) -> list[
 
 def on_server(shape: ModelShape, tp: int, tensors: Mapping[str, torch.Tensor]) -> list[Tensors]:
     """What SGLang's ranks must hold, by plain slices that know nothing of the planner."""
+    return on_mesh(shape, ServerMesh(tp), tensors)
+
+
+def on_mesh(
+    shape: ModelShape, mesh: ServerMesh, tensors: Mapping[str, torch.Tensor]
+) -> list[Tensors]:
+    """The same for servers that are more than tensor parallel."""
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     return [
         {
             name: torch.from_numpy(np.ascontiguousarray(array))
-            for name, array in sglang_slices(shape, tp, rank, arrays).items()
+            for name, array in server_slices(shape, mesh, rank, arrays).items()
         }
-        for rank in range(tp)
+        for rank in range(mesh.tp)
     ]
 
 
@@ -67,14 +75,30 @@ def sha256(tensor: torch.Tensor) -> str:
 
 
 class FakeModel(torch.nn.Module):
-    """Holds a server rank's parameters under their flat names, full of NaN."""
+    """Holds a server rank's parameters under their flat names, full of NaN.
 
-    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype) -> None:
+    Those in `float32` keep that precision. `derived` counts how often SGLang's last step
+    ran with every tensor written.
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int, dtype: torch.dtype, float32: Collection[str] = ()
+    ) -> None:
         super().__init__()
+        self.derived = 0
         self.tensors = {
-            tensor.name: torch.nn.Parameter(torch.full(tensor.shape, torch.nan, dtype=dtype))
-            for tensor in layout.ranks[rank].tensors
+            tensor.name: torch.nn.Parameter(
+                torch.full(
+                    tensor.shape,
+                    torch.nan,
+                    dtype=torch.float32 if tensor.name in float32 else dtype,
+                )
+            )
+            for tensor in layout.rank(rank).tensors
         }
+
+    def post_load_weights(self) -> None:
+        self.derived += not any(torch.isnan(tensor).any() for tensor in self.tensors.values())
 
     def named_parameters(self, *_: object, **__: object):  # type: ignore[no-untyped-def]
         return iter(self.tensors.items())
