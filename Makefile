@@ -30,7 +30,8 @@ help:
 	@echo "check       everything a change must pass: lint, types, contracts, tests"
 	@echo "lint types contracts format docs venv clean"
 
-$(SETUP): requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml setup.py
+$(SETUP): requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml setup.py \
+		megarl/weight_sync/sums.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		"megarl needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -88,3 +89,4 @@ docs: $(SETUP)
 
 clean:
 	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -f megarl/weight_sync/*.so
