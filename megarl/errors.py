@@ -63,6 +63,10 @@ class WeightSyncError(MegarlError):
     """A policy version was not proved to have arrived; no server is routable at it."""
 
 
+class DeviceMemoryError(MegarlError):
+    """Learner or servers keep device memory that they gave back before; names what it is of."""
+
+
 class ParityError(MegarlError):
     """Learner and rollout engine disagree on log-probs by more than the bound."""
 

@@ -1,7 +1,7 @@
-"""Linux's ties between processes: death with the parent, and the adoption of orphans.
+"""Linux's ties between processes: death with the parent, adoption of orphans; and their memory.
 
-Owns the two prctl calls. Imports nothing of megarl and no engine, so that the ties hold from the
-first line of a process.
+Owns the two prctl calls, and what /proc says of a tree of processes. Imports nothing of megarl and
+no engine, so that the ties hold from the first line of a process.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Iterable
+from pathlib import Path
 
 # From <linux/prctl.h>
 _PR_SET_PDEATHSIG = 1
@@ -33,6 +35,26 @@ def adopt_orphans() -> None:
 def libc() -> ctypes.CDLL:
     """The C library; load it before a fork whose child calls the others before exec."""
     return ctypes.CDLL(None, use_errno=True)
+
+
+def tree_rss_bytes(pids: Iterable[int]) -> int:
+    """Resident memory of these processes and all below them; shared pages count for each.
+
+    >>> tree_rss_bytes([os.getpid()]) > 1 << 20, tree_rss_bytes([])
+    (True, 0)
+    """
+    parents, sizes = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(stat.parent.name)
+        parents[pid], sizes[pid] = int(fields[1]), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    tree = set(pids) & sizes.keys()
+    while below := {pid for pid, parent in parents.items() if parent in tree} - tree:
+        tree |= below
+    return sum(sizes[pid] for pid in tree)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -187,9 +187,25 @@ def check_runnable(config: Config) -> Iterator[Violation]:
     if rollout.precision.weights != "policy":
         reason = "the weight sync writes unquantized parameters only"
         yield _not_yet("rollout.precision.weights", rollout.precision.weights, reason, "policy")
-    if config.placement.mode != "disaggregated":
-        reason = "learner and servers cannot share GPUs"
-        yield _not_yet("placement.mode", config.placement.mode, reason, "disaggregated")
+    if config.placement.mode == "colocated":
+        yield from _colocated(config)
+
+
+def _colocated(config: Config) -> Iterator[Violation]:
+    """Each server rank needs the GPU of a learner rank, and a replica of servers their node."""
+    servers, ranks = config.rollout.servers, config.rollout.parallel.num_ranks
+    if servers * ranks > config.learner_processes:
+        yield Violation(
+            f"placement.mode = colocated: {servers} servers x {ranks} ranks = {servers * ranks} "
+            f"server ranks share the GPUs of {config.learner_processes} learner ranks; use fewer "
+            "servers, a smaller rollout.parallel.tp, or more placement.learner_gpus",
+            (
+                "placement.mode",
+                "placement.learner_gpus",
+                "rollout.servers",
+                "rollout.parallel.tp",
+            ),
+        )
 
 
 def _not_yet(name: str, found: object, reason: str, use: object) -> Violation:

@@ -80,7 +80,16 @@ class PlacementConfig(Group):
 
     mode: Literal["disaggregated", "colocated"] = "disaggregated"
     """`disaggregated`: learner and servers have processes (on GPUs: devices) of their own;
-    `colocated`: the i-th learner rank and the i-th server rank share the i-th GPU, which only
-    `megarl reshard explain` can plan as yet."""
+    `colocated`: the i-th learner rank and the i-th server rank share the i-th GPU in time, as
+    docs/colocated.md says."""
     learner_gpus: NonNegative = 0
     """Learner processes, each with one GPU where there is one. 0 means one data-parallel rank."""
+    offload_learner_weights: bool = True
+    """Colocated: the learner's weights too are in host memory while servers generate; gradients and
+    optimizer state always are."""
+    release_server_weights: bool = True
+    """Colocated: servers release their weights too while the learner learns; the KV cache always
+    is."""
+    memory_tolerance_mib: NonNegative = 512
+    """Colocated: by how much the memory that is left when both sides have given theirs back may
+    exceed what it was after the first cycle; the run ends where it grows beyond."""

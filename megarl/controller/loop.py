@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megarl.advantage.group import assign
 from megarl.buffer.buffer import Buffer
 from megarl.config.schema import Config
+from megarl.controller.colocated import Turn
 from megarl.controller.evaluation import Evaluation
 from megarl.controller.outcome import batch_metrics, mean_over_steps
 from megarl.controller.publisher import Publisher
@@ -37,6 +38,7 @@ class Loop:
     buffer: Buffer
     learner: LearnerClient
     weight_sync: Publisher
+    turn: Turn
     evaluation: Evaluation
     checkpoints: Checkpoints
     metrics: MetricsLog
@@ -53,14 +55,17 @@ class Loop:
                 groups = await self._collect(prompts, version)  # b c d
             batch = self.buffer.take(version)  # e
             step.add(batch_metrics(groups, batch, self.config))
+            step.add(await self.turn.to("learning"))
             with step.timed("score"):
                 step.add(await self.learner.score(batch))  # f
             await self.weight_sync.leave_version()
             with step.timed("learn"):
                 steps = [await self.learner.step(m) for m in batch.minibatches]  # f
             step.add(mean_over_steps(steps))
+            step.add(await self.turn.to("syncing"))
             with step.timed("weight_sync"):
                 step.add(await self.weight_sync.publish(version + 1))  # g
+            step.add(await self.turn.to("generating"))
             await self._after(version + 1, step)
 
     async def _collect(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
@@ -89,4 +94,5 @@ class Loop:
         self.metrics.write(step)
         self.progress.step(step.values)
         if self.checkpoints.is_due(version):
-            await self.checkpoints.save(version, self.prompts.state())
+            async with self.turn.visit("saving"):
+                await self.checkpoints.save(version, self.prompts.state())

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from megarl.config.schema import Config
+from megarl.controller.colocated import Turn
 from megarl.errors import ParityError
 from megarl.learner.client import LearnerClient
 from megarl.rollout.collect import Collector
@@ -43,11 +44,16 @@ def verdict(mean: float, allowed: float, baseline: float | None) -> str:
 
 
 async def mean_difference(
-    rollout: Collector, learner: LearnerClient, prompts: Sequence[Prompt], server: ServerEndpoint
+    rollout: Collector,
+    learner: LearnerClient,
+    turn: Turn,
+    prompts: Sequence[Prompt],
+    server: ServerEndpoint,
 ) -> float:
     """Mean |learner - server| log-prob over sampled tokens of `prompts`, in nats."""
     samples = await rollout.probe(server, prompts, MAX_NEW_TOKENS)
-    scored = await learner.logprobs([(s.prompt_ids, s.response_ids) for s in samples])
+    async with turn.visit("syncing"):
+        scored = await learner.logprobs([(s.prompt_ids, s.response_ids) for s in samples])
     differences = [
         abs(ours - theirs)
         for sample, logprobs in zip(samples, scored, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from megarl.controller.colocated import Turn
 from megarl.errors import WeightSyncError
 from megarl.learner.client import LearnerClient
 from megarl.observe.metrics import MetricsLog
@@ -22,8 +23,15 @@ ATTEMPTS = 2  # a refused sync is tried once more before its server is started a
 class Publisher:
     """Publishes policy versions; a server is asked for tokens only at a version that it proved."""
 
-    def __init__(self, learner: LearnerClient, servers: ServerPool, metrics: MetricsLog) -> None:
+    def __init__(
+        self,
+        learner: LearnerClient,
+        servers: ServerPool,
+        metrics: MetricsLog,
+        turn: Turn | None = None,
+    ) -> None:
         self._learner = learner
+        self._turn = turn or Turn()
         self._servers = servers
         self._metrics = metrics
         self._lock = asyncio.Lock()
@@ -66,8 +74,8 @@ class Publisher:
 
     async def rejoin(self, endpoint: ServerEndpoint) -> None:
         """Bring a restarted server to the current version; while weights change, `publish` will."""
-        async with self._lock:
-            if self._version is None:
+        async with self._lock, self._turn.rejoining() as can_rejoin:
+            if self._version is None or not can_rejoin:
                 return
             report = await self._publish(self._version, [endpoint])
         self._metrics.event(

@@ -6,12 +6,14 @@ Owns the order in which a run begins and ends. Processes are `launch/`'s; the st
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.buffer.buffer import Buffer
 from megarl.config.schema import Config
 from megarl.controller import parity
+from megarl.controller.colocated import make_turn
 from megarl.controller.evaluation import Evaluation
 from megarl.controller.loop import Loop
 from megarl.controller.publisher import Publisher
@@ -26,7 +28,7 @@ from megarl.prompts.tokenizer import Tokenizer, load_tokenizer
 from megarl.reward.base import Scorer
 from megarl.rollout.collect import Collector
 from megarl.rollout.servers import ServerPool
-from megarl.types import Prompt
+from megarl.types import Prompt, ServerEndpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ async def train(
     metrics = MetricsLog(run_dir, wandb)
     progress = Progress(config.loop.versions)
     rollout = Collector(config, servers, run_dir, inputs.tokenizer)
+    turn = make_turn(config, learner, servers, metrics)
     saved = newest(run_dir)
     try:
         loop = Loop(
@@ -78,7 +81,8 @@ async def train(
             reward=reward,
             buffer=Buffer(config),
             learner=learner,
-            weight_sync=Publisher(learner, servers, metrics),
+            weight_sync=Publisher(learner, servers, metrics, turn),
+            turn=turn,
             evaluation=Evaluation(config, inputs.eval_prompts, rollout, reward),
             checkpoints=Checkpoints(config, run_dir, learner),
             metrics=metrics,
@@ -104,9 +108,10 @@ async def begin(
     if saved:
         await restore(loop, saved)
     forget_from(loop, run_dir, start)
+    await loop.turn.to("generating")
     if gate and not saved:
         for server in servers.endpoints()[:1]:  # none where it died since it was up
-            baseline = await parity.mean_difference(loop.rollout, loop.learner, probes, server)
+            baseline = await _difference(loop, probes, server)
             parity.check(config, baseline, None, "at start")
     loop.metrics.event("start", version=start, worst_staleness_steps=config.worst_staleness_steps)
     loop.progress.note(
@@ -116,12 +121,18 @@ async def begin(
         f"{config.rollout.servers} server(s) tp={config.rollout.parallel.tp}, "
         f"at most {config.worst_staleness_steps} optimizer steps stale"
     )
+    await loop.turn.to("syncing")
     await loop.weight_sync.publish(start)
+    await loop.turn.to("generating")
     if gate:
         async with servers.acquire(start) as server:
-            mean = await parity.mean_difference(loop.rollout, loop.learner, probes, server)
+            mean = await _difference(loop, probes, server)
         parity.check(config, mean, baseline, "after the first weight sync")
     return start
+
+
+async def _difference(loop: Loop, probes: Sequence[Prompt], server: ServerEndpoint) -> float:
+    return await parity.mean_difference(loop.rollout, loop.learner, loop.turn, probes, server)
 
 
 async def restore(loop: Loop, saved: SavedRun) -> None:

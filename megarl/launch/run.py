@@ -21,6 +21,7 @@ from typing import Any
 
 from megarl.config.record import environment_record
 from megarl.config.schema import Config
+from megarl.controller.colocated import FIRST_KEPT
 from megarl.controller.training import Inputs, finished_version, load_inputs, train
 from megarl.errors import LaunchError, LearnerError
 from megarl.launch.cleanup import sweep_run
@@ -146,11 +147,14 @@ class _Run:
             await self._train(reward)
 
     async def _train(self, reward: Scorer) -> None:
-        """Start both engines, run the loop on them, end them."""
+        """Start both engines, run the loop on them, end them.
+
+        They start side by side; colocated servers start first, as SGLang sizes its KV cache by the
+        memory that it finds, and give what they can before the learner takes its own.
+        """
         run_dir = self._folder.path
         endpoint = run_dir / "endpoints" / "learner.json"
         endpoint.unlink(missing_ok=True)  # of an earlier start
-        process = await self._launcher.start_learner()
         seats = self._topology.servers
         servers = ServerPool(
             self._config,
@@ -167,9 +171,16 @@ class _Run:
                 f"{self._config.rollout.servers} rollout server(s): {self._topology.describe()}; "
                 f"logs: {run_dir / 'logs'}"
             )
-            learner_up = self._timed(self._learner_ready(endpoint), "learner ready")
-            ready = _all(learner_up, self._timed(servers.start(), "rollout servers ready"))
-            facts, _ = await self._while_alive(process, ready)
+            is_colocated = self._config.placement.mode == "colocated"
+            if is_colocated:
+                await self._servers_ready(servers)
+                await servers.hold_starts()
+                await servers.occupation.give(keep=FIRST_KEPT)
+            process = await self._launcher.start_learner()
+            engines = [self._timed(self._learner_ready(endpoint), "learner ready")]
+            if not is_colocated:
+                engines.append(self._servers_ready(servers))
+            facts, *_ = await self._while_alive(process, _all(*engines))
             failure_file = run_dir / "logs" / "learner-failure.json"
             async with LearnerClient(
                 facts["url"], facts["api_key"], self._config.deadline, failure_file
@@ -231,6 +242,9 @@ class _Run:
                 f"ranks: {self._places()}; the end of its log:\n{_log_end(process.log_path)}"
             )
         return f"{text}\nlog: {process.log_path}\n{CONTINUE}"
+
+    async def _servers_ready(self, servers: ServerPool) -> None:
+        await self._timed(servers.start(), "rollout servers ready")
 
     async def _timed(self, work: Awaitable[Any], what: str) -> Any:
         """The result of `work`, and a line on how long it took."""

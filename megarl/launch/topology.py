@@ -200,8 +200,9 @@ def place(config: Config, nodes: Sequence[Node], device: Device) -> tuple[Seat, 
     """The learner's seat and each server's. Pure. Raises ConfigError where they do not fit.
 
     The learner takes the first node or nodes, the servers the others, in turn; everything shares
-    the only node where there is one. On CPUs a learner spreads where its ranks outnumber a node's
-    CPUs and there are nodes to spare; on GPUs each rank needs one of its own.
+    the only node where there is one. Where the two are colocated, server ranks take the learner's
+    places in order, each server on one node. On CPUs a learner spreads where its ranks outnumber a
+    node's CPUs and there are nodes to spare; on GPUs each rank needs one of its own.
     """
     if device == "cpu":
         return _place_on_cpus(config, nodes)
@@ -209,11 +210,15 @@ def place(config: Config, nodes: Sequence[Node], device: Device) -> tuple[Seat, 
 
 
 def _place_on_cpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[Seat, ...]]:
-    ranks = config.learner_processes
-    most = max(1, len(nodes) - 1)
+    ranks, is_colocated = config.learner_processes, config.placement.mode == "colocated"
+    most = len(nodes) if is_colocated else max(1, len(nodes) - 1)
     fewest = max(1, -(-ranks // max(1, nodes[0].num_cpus)))
     fits = [n for n in range(min(fewest, most), most + 1) if ranks % n == 0]
     num_learner_nodes = fits[0] if fits else 1
+    if is_colocated:
+        learner = Seat(tuple(nodes[:num_learner_nodes]), None)
+        places = _shared(config, learner.nodes, ranks // num_learner_nodes)
+        return learner, tuple(Seat((node,), None) for node, _ in places)
     others = nodes[num_learner_nodes:] or nodes
     servers = tuple(Seat((others[i % len(others)],), None) for i in range(config.rollout.servers))
     return Seat(tuple(nodes[:num_learner_nodes]), None), servers
@@ -221,11 +226,13 @@ def _place_on_cpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[S
 
 def _place_on_gpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[Seat, ...]]:
     ranks, tp = config.learner_processes, config.rollout.parallel.tp
-    per_node = nodes[0].num_gpus
+    per_node, is_colocated = nodes[0].num_gpus, config.placement.mode == "colocated"
     need = f"{ranks} learner + {config.rollout.servers} x {tp} rollout GPUs"
+    need = f"{ranks} GPUs for learner and servers" if is_colocated else need
     have = f"{len(nodes)} node(s) with {per_node} GPU(s) each"
     num_learner_nodes = -(-ranks // per_node) if per_node else 0
-    if not per_node or num_learner_nodes > len(nodes) or tp > per_node:
+    is_too_wide = tp > per_node and not is_colocated
+    if not per_node or num_learner_nodes > len(nodes) or is_too_wide:
         raise ConfigError(f"the run needs {need}, the job has {have}; ask for more, or run smaller")
     if ranks % num_learner_nodes:
         raise ConfigError(
@@ -234,6 +241,9 @@ def _place_on_gpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[S
         )
     on_each = ranks // num_learner_nodes
     learner = Seat(tuple(nodes[:num_learner_nodes]), (0, on_each))
+    if is_colocated:
+        places = _shared(config, learner.nodes, on_each)
+        return learner, tuple(Seat((node,), (start, start + tp)) for node, start in places)
     others = nodes[num_learner_nodes:]
     free = [(node, start) for node in others for start in _slots(0, per_node, tp)]
     free += [(node, start) for node in learner.nodes for start in _slots(on_each, per_node, tp)]
@@ -244,6 +254,28 @@ def _place_on_gpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[S
         )
     taken = free[: config.rollout.servers]
     return learner, tuple(Seat((node,), (start, start + tp)) for node, start in taken)
+
+
+def _shared(config: Config, nodes: Sequence[Node], on_each: int) -> list[tuple[Node, int]]:
+    """The node and first place of each server, over `on_each` places of a node. ConfigError."""
+    tp, count = config.rollout.parallel.tp, config.rollout.servers
+    places = [(node, start) for node in nodes for start in _slots(0, on_each, tp)]
+    if len(places) < count:
+        raise ConfigError(
+            f"placement.mode=colocated: {count} server(s) of tp {tp} do not fit beside the "
+            f"learner, which has {on_each} rank(s) on each of {len(nodes)} node(s): a server is on "
+            f"one node, so there is room for {len(places)}; use fewer servers or a smaller "
+            "rollout.parallel.tp"
+        )
+    taken = places[:count]
+    idle = [node.name for node in nodes if node not in {node for node, _ in taken}]
+    if idle:
+        raise ConfigError(
+            f"placement.mode=colocated: the learner is on {len(nodes)} nodes, and {count} "
+            f"server(s) of tp {tp} leave {', '.join(idle)} without one; raise rollout.servers to "
+            f"{len(places)}, or use fewer placement.learner_gpus"
+        )
+    return taken
 
 
 def _slots(start: int, end: int, size: int) -> range:

@@ -173,9 +173,15 @@ class HostStore:
         return self._block.numel()
 
     def park(self, storages: Iterable[UntypedStorage]) -> None:
-        """Copy the storages here and empty them."""
+        """Copy the storages here and empty them. Raises LearnerError where one is of fixed size."""
         parked, end = [], 0
         for storage in storages:
+            if not storage.resizable():
+                raise LearnerError(
+                    f"offload: a storage of {storage.nbytes()} bytes cannot be given back: "
+                    "`tensor.numpy()` was called on a view of it, which fixes its size for good; "
+                    "use numpy.from_dlpack(tensor) there"
+                )
             parked.append(_Parked(storage, end, storage.nbytes()))
             end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         if end > self.num_bytes:

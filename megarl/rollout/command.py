@@ -69,6 +69,8 @@ def server_command(config: Config, place: ServerPlace, device: Device) -> Server
     switches = ["--skip-tokenizer-init", "--skip-server-warmup"]
     if device == "cpu":
         switches.append("--sleep-on-idle")  # else the idle scheduler takes a whole core
+    elif config.placement.mode == "colocated":
+        switches.append("--enable-memory-saver")  # without it nothing is freed on a release
     own = [word for flag, value in values.items() for word in (flag, str(value))]
     python = config.launch.rollout_python or sys.executable
     return ServerCommand(
@@ -95,6 +97,11 @@ def _environment(config: Config, place: ServerPlace, device: Device) -> dict[str
         "HF_HUB_OFFLINE": "1",  # models are folders; nothing is looked up
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if device == "cuda" and config.placement.mode == "colocated":
+        # Else the tag cuda_graph frees nothing (runner_backend/full_cuda_graph_backend.py).
+        added["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = os.environ.get(
+            "SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1"
+        )
     if device == "cpu":
         added["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         added["TORCHDYNAMO_DISABLE"] = "1"  # compiling would make the first request take 19 s

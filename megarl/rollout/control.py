@@ -1,4 +1,4 @@
-"""Small calls to one rollout server: is it ready, what does it serve, abort, flush.
+"""Small calls to one rollout server: is it ready, what does it serve, abort, flush, give memory.
 
 Owns their paths and which of the two keys opens them. Knows nothing of prompts, routing or weights
 (those calls are the weight sync's).
@@ -18,6 +18,7 @@ from megarl.types import ServerEndpoint
 POLL_S = 0.2
 PROBE_S = 5.0
 HEALTH_S = 30.0  # SGLang gives its scheduler 20 s to answer before it says 503
+IDLE_S = 20.0  # for a server to end what it still does; below HEALTH_S, so that it can say no
 
 
 async def is_ready(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> bool:
@@ -74,6 +75,36 @@ async def abort(
         ),
         return_exceptions=True,
     )
+
+
+async def flush_cache(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> None:
+    """Wait until the server is idle, at most IDLE_S, and empty its prefix cache.
+
+    Raises RolloutError where it stays busy or does not answer.
+    """
+    await _call(http, "POST", endpoint, f"/flush_cache?timeout={IDLE_S:g}", endpoint.admin_key)
+
+
+async def release_memory(
+    http: aiohttp.ClientSession, endpoint: ServerEndpoint, tags: Sequence[str]
+) -> None:
+    """Have the server give the device memory of `tags` back. It must be idle, or it ends.
+
+    What the tag "weights" held is lost. Raises RolloutError.
+    """
+    path = "/release_memory_occupation"
+    await _call(http, "POST", endpoint, path, endpoint.admin_key, {"tags": list(tags)})
+
+
+async def resume_memory(
+    http: aiohttp.ClientSession, endpoint: ServerEndpoint, tags: Sequence[str]
+) -> None:
+    """Have the server take the device memory of `tags` again. All were released, or it ends.
+
+    Raises RolloutError.
+    """
+    path = "/resume_memory_occupation"
+    await _call(http, "POST", endpoint, path, endpoint.admin_key, {"tags": list(tags)})
 
 
 async def _call(

@@ -21,8 +21,10 @@ import aiohttp
 
 from megarl.config.schema import Config
 from megarl.errors import MegarlError, RolloutError
+from megarl.linux import tree_rss_bytes
 from megarl.rollout import control
 from megarl.rollout.command import Device
+from megarl.rollout.occupation import Occupation
 from megarl.rollout.server import Server, Spawn, Starter, State, described, log_end, url_port
 from megarl.types import ServerEndpoint, SyncReport
 
@@ -53,6 +55,7 @@ class ServerPool:
         gpus: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self.on_restart = on_restart
+        self.occupation = Occupation(self)
         self._config = config
         self._run_dir = run_dir
         self._spawn = spawn
@@ -60,6 +63,8 @@ class ServerPool:
         self._changed = asyncio.Condition()
         self._failure: RolloutError | None = None
         self._is_closing = False
+        self._holds_starts = False
+        self._num_starting = 0  # of restarts only
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_doubt: dict[ServerEndpoint, int] = {}  # with the version it was routable at
         self._starter: Starter | None = None
@@ -147,6 +152,46 @@ class ServerPool:
             server.become("dead")
             server.handle.kill()
 
+    async def end(self, endpoint: ServerEndpoint, why: str) -> None:
+        """As `restart`, and wait until the process is gone. `why` is told if it cannot go on."""
+        server = self._named(endpoint.name)
+        handle = server.handle
+        if endpoint.incarnation == server.endpoint.incarnation and handle is not None:
+            server.problem = why
+            self.restart(endpoint.name, endpoint.incarnation)
+            await handle.wait()
+
+    async def hold_starts(self) -> None:
+        """Start no server anew until `allow_starts`; wait for starts and doubts that are under way.
+
+        A server that starts takes what memory it finds, and one in doubt is asked for a token.
+        """
+        self._holds_starts = True
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._num_starting and not self._in_doubt)
+
+    async def allow_starts(self) -> None:
+        """Let servers that have ended start anew again."""
+        self._holds_starts = False
+        await self._notify()
+
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        """The session for small calls to the servers; there is one once the pool has started."""
+        assert self._starter is not None
+        return self._starter.http
+
+    @property
+    def num_routable(self) -> int:
+        """Servers that are asked for tokens now."""
+        return sum(server.state == "routable" for server in self._servers)
+
+    @property
+    def rss_bytes(self) -> int:
+        """Resident memory of all servers' processes on this machine."""
+        handles = [server.handle for server in self._servers if server.handle is not None]
+        return tree_rss_bytes([handle.pid for handle in handles])
+
     @contextlib.asynccontextmanager
     async def acquire(self, version: int, num_samples: int = 1) -> AsyncIterator[ServerEndpoint]:
         """The least loaded server that is routable at `version`, loaded with `num_samples` inside.
@@ -209,6 +254,7 @@ class ServerPool:
                 self.restart(server.name, endpoint.incarnation)
         finally:
             version = self._in_doubt.pop(endpoint)
+            await self._notify()
         if server.endpoint == endpoint and server.state == "unsynced" and not server.refusal:
             server.become("routable", version)
             await self._notify()
@@ -235,12 +281,18 @@ class ServerPool:
                 f"{server.name} failed again after launch.max_restarts={limit} restarts: "
                 f"{server.problem}; the end of {server.log_path}:\n{log_end(server.log_path)}"
             )
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._holds_starts)
+            self._num_starting += 1
         server.num_restarts += 1
         try:
             await self._bring_up(server, server.endpoint.incarnation + 1)
         except MegarlError as error:
             server.problem = str(error)
             return False
+        finally:
+            self._num_starting -= 1
+            await self._notify()
         server.problem = ""
         await self._set(server, "unsynced")
         if self.on_restart is not None:

@@ -115,9 +115,13 @@ _UNSIGNED = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.
 
 
 def _bits(values: torch.Tensor) -> BitsArray:
-    """The bit patterns of a host tensor as unsigned integers, without a copy."""
+    """The bit patterns of a host tensor as unsigned integers, without a copy.
+
+    Not by `values.numpy()`, after which live weights could never again leave the learner's memory:
+    torch then refuses to resize their storage, for good.
+    """
     integer, unsigned = _UNSIGNED[values.element_size()]
-    array: BitsArray = values.view(integer).numpy().view(unsigned)
+    array: BitsArray = np.from_dlpack(values.view(integer)).view(unsigned)
     return array
 
 

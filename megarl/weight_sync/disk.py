@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -331,7 +332,8 @@ def _write_box(
 ) -> None:
     """Write `values` to where `box` lies in a tensor of `shape` that begins at byte `start`."""
     itemsize = values.dtype.itemsize
-    data = memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())
+    row = values.contiguous().view(-1).view(torch.uint8)
+    data = memoryview(np.from_dlpack(row))  # numpy() would fix the size of live weights' memory
     length, offsets = runs(shape, box)
     for number, offset in enumerate(offsets):
         part = data[number * length * itemsize : (number + 1) * length * itemsize]

@@ -20,13 +20,21 @@ from megarl.errors import ConfigError, LayoutError
         ("learner.parallel.pipeline_layout", "Et*4L"),
         ("rollout.parallel.pp", "2"),
         ("rollout.precision.weights", "fp8"),
-        ("placement.mode", "colocated"),
     ],
 )
 def test_run_refuses_what_is_only_planned(place, name: str, value: str) -> None:
     text = place.violation(f"--{name}", value)
     assert text.startswith(name)
     assert "`megarl reshard explain` plans it" in text
+
+
+def test_colocated_run_refuses_more_server_ranks_than_learner_ranks(place) -> None:
+    text = place.violation("--placement.mode", "colocated", "--rollout.servers", "2")
+    assert text == (
+        "placement.mode = colocated: 2 servers x 1 ranks = 2 server ranks share the GPUs of 1 "
+        "learner ranks; use fewer servers, a smaller rollout.parallel.tp, or more "
+        "placement.learner_gpus"
+    )
 
 
 @pytest.mark.parametrize("name", ["learner.parallel.ep", "learner.parallel.etp"])

@@ -187,3 +187,39 @@ def test_two_nodes_are_taken_by_default_and_refused_where_memory_must_be_shared(
     assert make_topology(config(), JOB).describe() == "learner on n1, servers on n2"
     with pytest.raises(ConfigError, match="n1, n2; ask Slurm for one node"):
         make_topology(config(weight_sync={"mode": "shared"}), JOB)
+
+
+def colocated(learner_gpus: int, servers: int, tp: int = 1) -> Config:
+    return config(
+        placement={"mode": "colocated", "learner_gpus": learner_gpus},
+        rollout={"servers": servers, "parallel": {"tp": tp}},
+    )
+
+
+def test_colocated_server_ranks_have_the_gpus_of_the_learners_ranks_in_order() -> None:
+    learner, servers = place(colocated(8, 4, tp=2), nodes(2, gpus=4), "cuda")
+    assert [node.name for node in learner.nodes] == ["n1", "n2"]
+    assert learner.gpus == (0, 4)
+    places = [(seat.nodes[0].name, seat.gpus) for seat in servers]
+    assert places == [("n1", (0, 2)), ("n1", (2, 4)), ("n2", (0, 2)), ("n2", (2, 4))]
+
+
+def test_colocated_roles_take_every_node_of_a_job_of_cpus() -> None:
+    assert seats(colocated(8, 2, tp=4), nodes(2), "cpu") == (["n1", "n2"], ["n1", "n2"])
+    assert seats(colocated(2, 1), nodes(1), "cpu") == (["n1"], ["n1"])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("servers", "tp", "says"),
+    [
+        (1, 4, "leave n2 without one; raise rollout.servers to 2"),
+        (1, 8, "8 do not fit beside the learner, which has 4 rank"),
+        (3, 3, "a server is on one node, so there is room for 2"),
+    ],
+)
+def test_colocated_servers_that_do_not_cover_the_learners_nodes_are_refused(
+    device: str, servers: int, tp: int, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        seats(colocated(8, servers, tp), nodes(2, gpus=4), device)

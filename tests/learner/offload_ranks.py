@@ -22,6 +22,7 @@ from megarl.learner.learner import Learner
 from megarl.learner.verbs import PARTS
 from megarl.learner.wire import decode
 from megarl.types import Batch, MinibatchPlan
+from megarl.weight_sync.checksum import box_checksum
 
 STEPS = 3
 
@@ -36,6 +37,14 @@ def state_of(learner: Learner) -> dict[str, Tensor]:
             for name, value in part.optimizer.state[parameter].items():
                 found[f"{name} {index}"] = torch.as_tensor(value).clone()
     return found
+
+
+def checksum(learner: Learner) -> list[int]:
+    """What a weight sync sums over this rank's live weights, as the whole of a tensor each."""
+    return [
+        box_checksum(weight, name, weight.shape, [(0, size) for size in weight.shape])
+        for name, weight in learner.weights.items()
+    ]
 
 
 def refusal(work: Any) -> str:
@@ -99,6 +108,10 @@ def sent_away(
         learner.offload(["gradients", "optimizer"])
         bytes_here["weights"].append(learner.memory()["learner_state_bytes"])
         learner.logprobs([((1, 2), (3, 4))])
+        before = checksum(learner)
+        learner.offload(["weights"])
+        learner.onload(["weights"])
+        assert checksum(learner) == before
         told["misses one"] = refusal(lambda: learner.step(plan))
         learner.offload(["weights"])
     learner.onload(PARTS)

@@ -135,6 +135,8 @@ class FakeServer:
         self.aborted: list[str] = []
         self.inflight = self.most_inflight = 0
         self.is_healthy = True
+        self.released: set[str] = set()
+        self.memory_calls: list[str] = []
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._runner: web.AppRunner | None = None
         self._stops: list[asyncio.Task[None]] = []
@@ -147,6 +149,9 @@ class FakeServer:
         app.router.add_post("/freeze_gc", self._freeze_gc)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/flush_cache", self._flush)
+        app.router.add_post("/release_memory_occupation", self._release)
+        app.router.add_post("/resume_memory_occupation", self._resume)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
@@ -182,6 +187,31 @@ class FakeServer:
         self._check(request, self.admin_key)
         self.aborted.append((await request.json())["rid"])
         return web.Response()
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        self._check(request, self.admin_key)
+        self.memory_calls.append("flush")
+        return web.Response(status=400 if self.inflight else 200)
+
+    async def _release(self, request: web.Request) -> web.Response:
+        tags = await self._tags(request, "release")
+        if self.inflight:
+            self.kill(1)  # SGLang asserts that it is idle
+        self.released |= tags
+        return web.Response()
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        tags = await self._tags(request, "resume")
+        if tags - self.released:
+            self.kill(1)  # a KeyError in SGLang's scheduler
+        self.released -= tags
+        return web.Response()
+
+    async def _tags(self, request: web.Request, call: str) -> set[str]:
+        self._check(request, self.admin_key)
+        tags = (await request.json())["tags"]
+        self.memory_calls.append(f"{call} {' '.join(tags)}")
+        return set(tags)
 
     async def wait(self) -> int:
         return await asyncio.shield(self._status)

@@ -45,6 +45,15 @@ def test_cpu_server_gets_the_cpu_flags_and_a_gpu_server_none_of_them() -> None:
     assert value(gpu.argv, "--custom-weight-loader") == "megarl.weight_sync.receiver.load"
 
 
+def test_memory_saver_is_for_colocated_servers_on_gpus() -> None:
+    shared = {"mode": "colocated"}
+    assert "--enable-memory-saver" in made("cuda", placement=shared).argv
+    assert made("cuda", placement=shared).env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    for other in (made("cpu", placement=shared), made("cuda")):
+        assert "--enable-memory-saver" not in other.argv
+        assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in other.env
+
+
 def test_ranks_are_bound_to_cores_only_on_a_cpu_with_several_of_them() -> None:
     variable = "SGLANG_CPU_OMP_THREADS_BIND"
     two = {"parallel": {"tp": 2}}
