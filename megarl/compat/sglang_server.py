@@ -19,7 +19,12 @@ import signal
 import sys
 from collections.abc import MutableMapping, Sequence
 
-from megarl.compat import sglang_cpu
+from megarl.compat import (
+    sglang_cpu,
+    sglang_deepseek_config,
+    sglang_expert_parallel,
+    sglang_latent_attention,
+)
 from megarl.linux import set_death_signal
 
 API_KEY_VARIABLE = "MEGARL_ROLLOUT_API_KEY"
@@ -77,6 +82,9 @@ def prepare_process(argv: Sequence[str]) -> None:
     hide_megatron()
     if wants_cpu(argv):
         sglang_cpu.install()
+        sglang_latent_attention.install()
+        sglang_expert_parallel.install()
+        sglang_deepseek_config.install()
 
 
 def main() -> None:

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 
 from megarl.actor.parameters import Precision, precision_bytes
 from megarl.reshard.layout import RankLayout
-from megarl.reshard.moves import LINKS
 from megarl.reshard.plan import Plan
 
 ALIGNMENT_BYTES = 64  # a cache line, and enough for any element type
-
-_NEAR = (LINKS.index("local"), LINKS.index("node"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,7 @@ def arena_layout(rank: RankLayout, plan: Plan) -> tuple[dict[str, Slot], int]:
     Tensors are sorted by name. Elements in the policy's precision have `plan.policy_bytes`.
     """
     operations = plan.operations_from(rank.rank)
-    near = (operations.link == _NEAR[0]) | (operations.link == _NEAR[1])
-    read = operations.source_tensors(plan, near)
+    read = operations.source_tensors(plan, operations.near)
     precisions = local_precisions(rank, plan)
     slots: dict[str, Slot] = {}
     total = 0

@@ -77,6 +77,17 @@ class Operations:
         sizes: Ints = (self.high - self.low).prod(axis=1)
         return sizes
 
+    @property
+    def near(self) -> NDArray[np.bool_]:
+        """Whether each row stays on its node, read from the source's own memory."""
+        found: NDArray[np.bool_] = (self.link == _LOCAL) | (self.link == _NODE)
+        return found
+
+    def where(self, rows: NDArray[np.bool_]) -> Operations:
+        """The chosen rows, in their order."""
+        kept = np.flatnonzero(rows)
+        return Operations(*(getattr(self, column.name)[kept] for column in fields(self)))
+
     def source_tensors(self, plan: Plan, rows: NDArray[np.bool_]) -> frozenset[str]:
         """Names of the source's local tensors that the chosen rows read; not of fan-outs."""
         pairs = np.stack([self.source_site[rows], self.source_tensor[rows]], axis=1)
@@ -120,9 +131,9 @@ def _local(layout: Layout, site: int, tensor: int, at: list[int]) -> tuple[str, 
     return place.name(found.name), tuple(at[len(at) - len(found.shape) :])
 
 
-def operations_to(plan: Plan, rank: int) -> Operations:
-    """All copies into one destination rank, by block, tensor and place in it."""
-    writer = _Writer(plan)
+def operations_to(plan: Plan, rank: int, links: Sequence[Link] = LINKS) -> Operations:
+    """The copies over `links` into one destination rank, by block, tensor and place in it."""
+    writer = _Writer(plan, tuple(LINKS.index(link) for link in links))
     for number, segment in enumerate(plan.segments):
         if not any(rank in stage for stage in segment.destination):
             continue
@@ -179,8 +190,8 @@ _Unit = tuple[int, int, int, int]
 class _Writer:
     """Rows being collected, as columns by name."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, links: tuple[int, ...] = tuple(range(len(LINKS)))) -> None:
+        self.plan, self.links = plan, links
         self.parts: list[dict[str, Ints]] = []
 
     def receive(
@@ -238,6 +249,8 @@ class _Writer:
         alike: dict[tuple[bool, int, int], list[_Unit]] = {}
         for unit in units:
             _, link, giver, taker = unit
+            if link not in self.links:
+                continue
             side = pairing.destination if link == _FANOUT else pairing.source
             key = (
                 link == _FANOUT,

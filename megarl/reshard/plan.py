@@ -9,6 +9,7 @@ proof. Knows nothing of bytes in memory, transports or engines.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -18,7 +19,7 @@ from megarl.actor.parameters import element_bytes
 from megarl.errors import LayoutError
 from megarl.reshard.cells import Pairing, Pieces, pair
 from megarl.reshard.layout import Ints, Layout, num_elements
-from megarl.reshard.moves import Move, Operations, operations_from, operations_to
+from megarl.reshard.moves import LINKS, Link, Move, Operations, operations_from, operations_to
 from megarl.reshard.placement import Placement
 from megarl.reshard.proof import prove_plan
 from megarl.reshard.proof_moves import prove_moves
@@ -83,10 +84,10 @@ class Plan:
         """All moves written out, by destination rank: for plans of a few thousand."""
         return tuple(move for rank in self.destination.rank_ids for move in self.receives(rank))
 
-    def operations_to(self, rank: int) -> Operations:
-        """Destination rank `rank`'s part: all copies into it. LayoutError for no rank of it."""
+    def operations_to(self, rank: int, links: Sequence[Link] = LINKS) -> Operations:
+        """Destination rank `rank`'s part: the copies into it. LayoutError for no rank of it."""
         _check_rank(self.destination, rank)
-        return operations_to(self, rank)
+        return operations_to(self, rank, links)
 
     def operations_from(self, rank: int) -> Operations:
         """Source rank `rank`'s part: all copies out of it. LayoutError for no rank of it."""

@@ -6,11 +6,7 @@ nothing of how a message travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass
 
 from megarl.actor.parameters import element_bytes
 from megarl.reshard.buckets import Bucket, buckets, message_order
@@ -63,7 +59,7 @@ def from_learner(plan: Plan, rank: int, bucket_bytes: int) -> tuple[Parcel, ...]
 
 def to_server(plan: Plan, rank: int, bucket_bytes: int) -> tuple[Parcel, ...]:
     """What TP rank `rank` gets by network, in its order."""
-    found = _parcels(plan, plan.operations_to(rank), bucket_bytes, "network")
+    found = _parcels(plan, plan.operations_to(rank, ["network"]), bucket_bytes, "network")
     return tuple(parcel for _, parcel in found)
 
 
@@ -75,11 +71,12 @@ def inside_node(plan: Plan, rank: int, bucket_bytes: int) -> tuple[Parcel, ...]:
     traffic, where = plan.traffic, plan.placement.destination
     found = []
     if rank in traffic.fanout_in:
-        found += _parcels(plan, plan.operations_to(rank), bucket_bytes, "fanout")
+        found += _parcels(plan, plan.operations_to(rank, ["fanout"]), bucket_bytes, "fanout")
     if rank in traffic.fanout_out:
         for peer in traffic.fanout_in:
             if peer != rank and where[peer].node == where[rank].node:
-                mine = _rows(plan.operations_to(peer), lambda to: to.source == rank)
+                theirs = plan.operations_to(peer, ["fanout"])
+                mine = theirs.where(theirs.source == rank)
                 found += _parcels(plan, mine, bucket_bytes, "fanout")
     order = message_order(plan)
     return tuple(parcel for _, parcel in sorted(found, key=lambda pair: order(pair[0])))
@@ -89,8 +86,7 @@ def _parcels(
     plan: Plan, operations: Operations, bucket_bytes: int, link: Link
 ) -> list[tuple[Bucket, Parcel]]:
     """The messages over `link`, with the buckets that they are."""
-    number = LINKS.index(link)
-    mine = _rows(operations, lambda all_of: all_of.link == number)
+    mine = operations.where(operations.link == LINKS.index(link))
     moves = mine.moves(plan)
     wide = {p.name: -element_bytes(p, plan.policy_bytes) for p in plan.destination.parameters}
     giver = server_member if link == "fanout" else learner_member
@@ -107,9 +103,3 @@ def _parcels(
         )
         for bucket in buckets(plan, mine, bucket_bytes, link)
     ]
-
-
-def _rows(operations: Operations, wanted: Callable[[Operations], Any]) -> Operations:
-    """The rows where `wanted` is true, in their order."""
-    kept = np.flatnonzero(wanted(operations))
-    return Operations(*(getattr(operations, column.name)[kept] for column in fields(operations)))

@@ -93,9 +93,8 @@ def make_route(message: ControlMessage, key: str) -> Route:
 
 def _sources(learner: Layout, plan: Plan, rank: int, dtype: str) -> dict[int, Source]:
     moves: dict[int, list[Move]] = {}
-    for move in plan.receives(rank):
-        if move.link in ("local", "node"):
-            moves.setdefault(move.src, []).append(move)
+    for move in plan.operations_to(rank, ["local", "node"]).moves(plan):
+        moves.setdefault(move.src, []).append(move)
     sources = {}
     for src, mine in moves.items():
         slots, num_bytes = arena_layout(learner.rank(src), plan)

@@ -10,7 +10,12 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.compat import sglang_cpu
+from megarl.compat import (
+    sglang_cpu,
+    sglang_deepseek_config,
+    sglang_expert_parallel,
+    sglang_latent_attention,
+)
 
 # What multiprocessing does in each process that SGLang spawns, then what a scheduler imports.
 AS_A_SPAWNED_CHILD = """
@@ -51,6 +56,24 @@ def test_spawned_gpu_child_gets_no_cpu_substitution() -> None:
     assert hidden
     assert placed == []
     assert cpu_engine is None
+
+
+WAITING = """
+import sys
+from megarl.compat import after_import, sglang_server
+sglang_server.prepare_process(sys.argv)
+print(*after_import._FINDER.changes)
+"""
+
+
+def test_cures_of_model_families_wait_in_cpu_servers_only() -> None:
+    def waiting(device: str) -> list[str]:
+        argv = [sys.executable, "-c", WAITING, "--device", device]
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
+
+    cures = (sglang_deepseek_config, sglang_expert_parallel, sglang_latent_attention)
+    assert sorted(waiting("cpu")) == sorted(cure.MODULE for cure in cures)
+    assert waiting("cuda") == []
 
 
 def test_installed_engine_is_the_one_the_substitutions_are_for() -> None:

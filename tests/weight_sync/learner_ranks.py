@@ -1,8 +1,8 @@
 """One rank of a stand-in learner: holds Megatron-shaped tensors, publishes when told to.
 
 `python -m tests.weight_sync.learner_ranks RANK WORLD PORT`; each line of its input is a JSON
-object {mesh, seed, version, servers, deadline_s, bucket_bytes}, each answer a line of JSON. All
-ranks are on a node called "a". Real collectives, no Megatron.
+object {mesh, seed, version, servers, ...}, each answer a line of JSON. All ranks are on a node
+called "a". Real collectives, no Megatron.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LearnerRanks:
 
     def publish(
         self,
-        mesh: tuple[int, int, int],
+        mesh: tuple[int, int, int] | dict[str, int],
         seed: int,
         version: int,
         servers: list[ServerEndpoint],
@@ -65,19 +65,24 @@ def main(rank: int, world: int, port: int) -> None:
     import torch.distributed as dist
 
     from megarl.reshard.mesh import LearnerMesh
-    from megarl.weight_sync.control import SourceSpec
+    from megarl.weight_sync import exchange
+    from megarl.weight_sync.control import LOAD_FORMAT, SourceSpec
     from megarl.weight_sync.places import Place
     from megarl.weight_sync.session import WeightSync
     from tests.weight_sync import tiny
+    from tests.weight_sync.family_models import SHAPES
 
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
     for line in sys.stdin:
         order = json.loads(line)
-        mesh = LearnerMesh(*order["mesh"])
-        spec = SourceSpec(tiny.SHAPE, mesh)
-        parameters = tiny.on_learner(spec, tiny.weights(tiny.SHAPE, order["seed"]))[rank]
+        sizes = order["mesh"]
+        mesh = LearnerMesh(**sizes) if isinstance(sizes, dict) else LearnerMesh(*sizes)
+        shape = SHAPES[order.get("model", "dense")]
+        spec = SourceSpec(shape, mesh, forms=tuple(order.get("forms", ("te", "sequential"))))
+        parameters = tiny.on_learner(spec, tiny.weights(shape, order["seed"]))[rank]
+        exchange.LOAD_FORMAT = order.get("load_format", LOAD_FORMAT)  # type: ignore[misc]
         run_id = f"ranks{os.getppid()}_{order['version']}"
         try:
             sync = WeightSync(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import torch
 
@@ -66,4 +67,13 @@ def stall(model: torch.nn.Module, named: Named) -> None:
     receiver.load(model, named)
 
 
-LOADERS = [f"{__name__}.{f.__name__}" for f in (skip_one, swap_two, nothing, stall)]
+def without_derived(model: torch.nn.Module, named: Named) -> None:
+    """All but the last step: what the model derives from its weights stays as it was."""
+    with mock.patch.object(receiver, "derive_weights", lambda _: None):
+        receiver.load(model, named)
+
+
+LOADERS = [
+    f"{__name__}.{f.__name__}" for f in (skip_one, swap_two, nothing, stall, without_derived)
+]
+WITHOUT_DERIVED = LOADERS[-1]

@@ -53,20 +53,25 @@ def make_model(folder: Path) -> Path:
 
 
 class RealServer:
-    """One SGLang server of the tiny policy on a CPU, fp32."""
+    """One SGLang server of a tiny policy on a CPU, fp32."""
 
-    def __init__(self, name: str, model: Path, tp: int, log: Path) -> None:
+    def __init__(
+        self, name: str, model: Path, tp: int, log: Path, ep: int = 1, attention_dp: int = 1
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self.log = log
+        keys = {"api_key": secrets.token_hex(8), "admin_key": secrets.token_hex(8)}
         self.endpoint = ServerEndpoint(
-            name, f"http://127.0.0.1:{port}", tp, 0, secrets.token_hex(8), secrets.token_hex(8)
+            name, f"http://127.0.0.1:{port}", tp, 0, **keys, ep=ep, attention_dp=attention_dp
         )
         flags = {
             "--model-path": model,
             "--device": "cpu",
             "--dtype": "float32",
             "--tp-size": tp,
+            "--ep-size": ep,
+            "--attn-dp-size": attention_dp,
             "--attention-backend": "torch_native",
             "--max-total-tokens": 4096,
             "--max-running-requests": 16,
