@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from megarl.errors import WeightSyncError
+from megarl.weight_sync import acks
 from megarl.weight_sync.acks import AckBoard
 from megarl.weight_sync.transport import meeting
 from megarl.weight_sync.transport.meeting import Call
@@ -33,7 +34,7 @@ def gathered(
     def attend(i: int) -> None:
         until = time.monotonic() + limit_s
         try:
-            store = meeting.open_store(call.store)
+            store = acks.connect(call.store)
             told[i] = meeting.attend(store, call, MEMBERS[i], held[i], backends[i], until)
         except WeightSyncError as error:
             told[i] = str(error)
@@ -64,7 +65,7 @@ def test_member_that_does_not_come_is_named_to_all_others(board: AckBoard) -> No
 
 def test_refusal_reaches_all_at_once_and_the_first_one_stays(board: AckBoard) -> None:
     call = Call(board.address, "k", MEMBERS)
-    store = meeting.open_store(call.store)
+    store = acks.connect(call.store)
     meeting.refuse(store, call, "TP rank 1: no room")
     meeting.refuse(store, call, "TP rank 0: because of the other")
     start = time.monotonic()
