@@ -8,6 +8,7 @@ of.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -16,10 +17,11 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, in_words
 
 _POLL_S = 0.002
-_CONNECT_S = 10.0  # a receiver holds up its server for no longer than this when the learner is gone
+_REASONS_S = 3.0  # for others to say why, once one has refused and the verdict is known
+CONNECT_S = 10.0  # a receiver holds up its server for no longer than this when the learner is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +72,35 @@ class AckBoard:
             port,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=_CONNECT_S),
+            timeout=timedelta(seconds=CONNECT_S),
             master_listen_fd=listener.detach(),
         )
 
     def wait(self, keys: Mapping[str, str], token: str, until: float) -> dict[str, Ack]:
         """The acknowledgements under `keys` (by who gives it), once all are there.
 
+        Where one refuses, the others are not waited for but for a moment: one that has ended says
+        nothing.
         `until` is a time of `time.monotonic`. Raises WeightSyncError where it passes, naming those
         that are missing, and where an acknowledgement is not of this sync.
         """
         acks: dict[str, Ack] = {}
+        refused_until = math.inf
         while True:
             acks.update(self.said({who: key for who, key in keys.items() if who not in acks}))
             for who, ack in acks.items():
                 if ack.token != token:
-                    raise WeightSyncError(
-                        f"{who} acknowledged with a token that was not given to it; "
-                        "another process writes to this run's store"
-                    )
+                    why = ack.error or "acknowledged with a token that was not given to it"
+                    raise WeightSyncError(f"{who}: {why}; another process writes to this store")
+                if not ack.ok:
+                    refused_until = min(refused_until, time.monotonic() + _REASONS_S)
             if len(acks) == len(keys):
                 return acks
+            missing = ", ".join(who for who in keys if who not in acks)
+            if time.monotonic() > refused_until:
+                refusals = "; ".join(f"{w}: {a.error}" for w, a in acks.items() if not a.ok)
+                raise WeightSyncError(f"refused by {refusals}; nothing was heard from {missing}")
             if time.monotonic() > until:
-                missing = ", ".join(who for who in keys if who not in acks)
                 raise WeightSyncError(
                     f"no acknowledgement from {missing} within the deadline; see the logs of "
                     "those processes, or raise deadline.sync_s"
@@ -100,12 +108,17 @@ class AckBoard:
             time.sleep(_POLL_S)
 
     def said(self, keys: Mapping[str, str]) -> dict[str, Ack]:
-        """The acknowledgements under `keys` that are there already."""
-        return {
-            who: Ack.from_json(self._store.get(key))
-            for who, key in keys.items()
-            if self._store.check([key])
-        }
+        """The acknowledgements under `keys` that are there already.
+
+        What is none is told of as a refusal without a token.
+        """
+        return {who: self._read(key) for who, key in keys.items() if self._store.check([key])}
+
+    def _read(self, key: str) -> Ack:
+        try:
+            return Ack.from_json(self._store.get(key))
+        except (WeightSyncError, RuntimeError) as error:  # no acknowledgement, or gone by now
+            return Ack("", False, in_words(error))
 
     def put(self, key: str, value: str) -> None:
         """Write what nobody has written before; what stands there stays."""
@@ -128,7 +141,7 @@ class AckBoard:
 
 def connect(address: tuple[str, int]) -> TCPStore:
     """A receiver's connection to the board, kept for the learner's life."""
-    timeout = timedelta(seconds=_CONNECT_S)
+    timeout = timedelta(seconds=CONNECT_S)
     return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
 
 

@@ -113,6 +113,11 @@ class ControlMessage:
         """Where this rank's acknowledgement belongs."""
         return ack_key(self.version, self.attempt, self.server, self.incarnation, self.tp_rank)
 
+    @property
+    def busy_key(self) -> str:
+        """There while the sender is at this server, until its last call has been answered."""
+        return busy_key(self.version, self.attempt, self.server, self.incarnation)
+
     def to_json(self) -> str:
         """The message as text."""
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -150,6 +155,11 @@ def ack_key(version: int, attempt: str, server: str, incarnation: int, tp_rank: 
 def sent_key(version: int, attempt: str, server: str, incarnation: int, rank: int) -> str:
     """The store's key for what learner rank `rank` says of its messages to one server."""
     return f"sync/{version}.{attempt}/{server}.{incarnation}/from{rank}"
+
+
+def busy_key(version: int, attempt: str, server: str, incarnation: int) -> str:
+    """The store's key that says that a server's sync is not over."""
+    return f"sync/{version}.{attempt}/{server}.{incarnation}/busy"
 
 
 def meeting_key(version: int, attempt: str, server: str, incarnation: int) -> str:

@@ -56,6 +56,7 @@ def publish_to(
     calls = ServerCalls(server, until)
     ranks = {server_member(message.tp_rank): message.ack_key for message in messages}
     reading = False
+    board.put(messages[0].busy_key, server.name)
     try:
         calls.begin()
         try:
@@ -82,6 +83,7 @@ def publish_to(
         return ServerSync(server.name, server.incarnation, False, text), reading, 0, 0
     finally:
         calls.close()
+        board.forget([messages[0].busy_key])
 
 
 def _give_up(board: AckBoard, message: ControlMessage, why: str) -> None:

@@ -58,6 +58,7 @@ class ArenaInflow:
     def check(self, message: ControlMessage) -> None:
         """See that the arenas hold this publish, before and after they are read."""
         for rank, reader in self._readers.items():
+            reader.check()
             if reader.stamp != message.stamp:
                 raise WeightSyncError(
                     f"the arena of learner rank {rank} is stamped {reader.stamp!r}, expected "

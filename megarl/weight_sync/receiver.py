@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -26,19 +27,34 @@ from megarl.weight_sync.acks import Ack
 from megarl.weight_sync.checksum import box_checksum
 from megarl.weight_sync.control import ControlMessage, decode
 from megarl.weight_sync.inflow import ArenaInflow, MessageInflow
+from megarl.weight_sync.parcels import server_member
 from megarl.weight_sync.route import Route, make_route
 from megarl.weight_sync.transport.interface import Inflow
+from megarl.weight_sync.transport.meeting import bounded
 
 log = logging.getLogger(__name__)
+
+_ENDING_S = 10.0  # after a rank's own waiting: until its sender has made its last call
+
+
+def engine_rank() -> int | None:
+    """This process's TP rank as SGLang has it; None outside of SGLang.
+
+    Source: sglang 0.5.23, deserialize_own_rank in managers/tp_worker.py.
+    """
+    context = sys.modules.get("sglang.srt.runtime_context")
+    return None if context is None else int(context.get_parallel().tp_rank)
 
 
 class Receiver:
     """What one server rank keeps between syncs: its part of the plan, its inflows, the store."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine_rank: Callable[[], int | None] = engine_rank) -> None:
+        self._engine_rank = engine_rank
         self._route: Route | None = None
         self._inflows: tuple[Inflow, ...] = (ArenaInflow(), MessageInflow())
         self._store: tuple[tuple[str, int], TCPStore] | None = None
+        self._last: tuple[ControlMessage, float] | None = None
 
     def receive(self, model: torch.nn.Module, message: ControlMessage) -> Ack:
         """Carry out one sync and say how it went. Raises nothing but what ends a process."""
@@ -52,11 +68,16 @@ class Receiver:
             return Ack(message.token, False, text, host=socket.gethostname(), pid=os.getpid())
 
     def acknowledge(self, message: ControlMessage, ack: Ack) -> None:
-        """Write the acknowledgement where the sender looks for it."""
-        if self._store is None or self._store[0] != message.store:
-            self._store = (message.store, acks.connect(message.store))
-        try:
+        """Write the acknowledgement where the sender looks for it, unless that hangs."""
+
+        def write() -> bool:
+            if self._store is None or self._store[0] != message.store:
+                self._store = (message.store, acks.connect(message.store))
             self._store[1].set(message.ack_key, ack.to_json())
+            return True
+
+        try:
+            bounded(write, time.monotonic() + acks.CONNECT_S, server_member(message.tp_rank))
         except Exception:
             self._store = None  # the next sync connects anew
             raise
@@ -64,6 +85,9 @@ class Receiver:
     def _sync(self, model: torch.nn.Module, message: ControlMessage) -> Ack:
         start = time.perf_counter()
         until = time.monotonic() + message.wait_s
+        self._check_rank(message)
+        self._check_alone(message)
+        self._last = (message, until + _ENDING_S)
         route = self._find_route(message)
         parameters = live_tensors(model, route)
         device = next(iter(parameters.values())).device
@@ -95,12 +119,49 @@ class Receiver:
             moved,
         )
 
+    def _check_rank(self, message: ControlMessage) -> None:
+        mine = self._engine_rank()
+        if mine is not None and mine != message.tp_rank:
+            raise WeightSyncError(
+                f"TP rank {mine} got the message of TP rank {message.tp_rank}; refused: it would "
+                "hold another rank's part"
+            )
+
+    def _check_alone(self, message: ControlMessage) -> None:
+        """Raise WeightSyncError where another learner is in the middle of a sync of this server.
+
+        It would call what this one has written its own.
+        """
+        if self._last is None or self._last[0].store == message.store:
+            return
+        last, over = self._last
+        if time.monotonic() < over and _is_busy(last):
+            raise WeightSyncError(
+                f"the learner of run {last.run_id} at {last.store[0]}:{last.store[1]} is syncing "
+                f"this server to version {last.version}; refused: end one of the two learners"
+            )
+
     def _find_route(self, message: ControlMessage) -> Route:
         """The cached part of the plan, or a new one where the message is of another."""
         key = f"{message.plan_digest} {message.dtype} {message.tp_rank} {message.bucket_bytes}"
         if self._route is None or self._route.digest != key:
             self._route = make_route(message, key)
         return self._route
+
+
+def _is_busy(message: ControlMessage) -> bool:
+    """Whether the sender of `message` still has calls to make; also where it hangs."""
+
+    def check() -> bool:
+        socket.create_connection(message.store).close()  # refused at once where it has ended
+        return bool(acks.connect(message.store).check([message.busy_key]))
+
+    try:
+        return bounded(check, time.monotonic() + acks.CONNECT_S, "its learner")
+    except WeightSyncError:
+        return True
+    except (OSError, RuntimeError):
+        return False
 
 
 def live_tensors(model: torch.nn.Module, route: Route) -> dict[str, torch.Tensor]:

@@ -122,10 +122,13 @@ class Sender:
         """This rank's share of every tensor's checksum: of the live parameters, as they travel.
 
         Shares of all ranks add up to the whole: replicas take turns, nothing is summed twice.
+        Raises WeightSyncError for weights that are no numbers: nobody is to sample from them.
         """
         sums: dict[str, int] = {}
         for piece in self._share:
             values = held(piece, self._parameters).detach().to(self.wire.of(piece.tensor))
+            if not torch.stack(torch.aminmax(values)).isfinite().all():
+                raise WeightSyncError(_not_finite(piece, values))
             part = box_checksum(values, piece.tensor, self._shapes[piece.tensor], piece.box)
             sums[piece.tensor] = add([sums.get(piece.tensor, 0), part])
         return sums
@@ -147,7 +150,7 @@ class Sender:
 
     def _arena(self, kind: ServerKind, generation: int, route: Route) -> Arena:
         current = self._arenas.get(kind)
-        if current is not None and current[0] == generation:
+        if current is not None and current[0] == generation and current[1].is_whole:
             return current[1]
         if current is not None:
             del self._arenas[kind]
@@ -190,3 +193,12 @@ class Sender:
         for _, arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
+
+
+def _not_finite(piece: Piece, values: torch.Tensor) -> str:
+    """Where weights are no numbers, and what to do."""
+    wrong = values.numel() - int(values.isfinite().sum())
+    return (
+        f"{piece.tensor} {piece.box}: {wrong} of {values.numel()} weights are not finite in "
+        f"{values.dtype}; the policy has diverged, resume from an earlier checkpoint"
+    )

@@ -35,6 +35,7 @@ from megarl.weight_sync.exchange import Evidence, publish_to, transfer_until
 from megarl.weight_sync.parcels import learner_member, senders
 from megarl.weight_sync.places import Place, ServerKind, learner_devices, server_devices
 from megarl.weight_sync.sender import Sender
+from megarl.weight_sync.together import from_all, from_first
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.shared import ArenaRef
 
@@ -351,16 +352,8 @@ class WeightSync:
 
     def _broadcast(self, value: object) -> object:
         """Rank 0's value, on every rank."""
-        box = [value]
-        if self._group is not None:
-            source = dist.get_global_rank(self._group, 0)
-            dist.broadcast_object_list(box, src=source, group=self._group)
-        return box[0]
+        return from_first(self._group, value)
 
     def _gather(self, mine: Part) -> list[Part]:
         """What every rank has to say, on every rank."""
-        if self._group is None:
-            return [mine]
-        parts: list[Part | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(parts, mine, group=self._group)
-        return [part for part in parts if part is not None]
+        return from_all(self._group, mine)

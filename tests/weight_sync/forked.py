@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import multiprocessing
 import os
 import pickle
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing.connection import Connection
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -28,60 +24,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.reshard.execute import held
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.placement import Device
 from megarl.reshard.plan import Plan, make_plan
 from megarl.reshard.sglang import sglang_layout
-from megarl.types import ServerEndpoint, SyncReport
-from megarl.weight_sync import acks, packing, receiver
+from megarl.types import SyncReport
+from megarl.weight_sync import acks, coverage, receiver
 from megarl.weight_sync.acks import Ack
+from megarl.weight_sync.checksum import box_checksum
 from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.places import Place, learner_devices, placement, server_devices
 from megarl.weight_sync.session import WeightSync
-from megarl.weight_sync.transport.p2p import Transfer
-from tests.weight_sync import tiny
+from tests.weight_sync import fake_server, tiny
+from tests.weight_sync.faults import Fault, in_learner_rank, in_server_rank
 from tests.weight_sync.tiny import SHAPE, FakeModel
 
 BUCKET_BYTES = 16 << 10
 ANSWER_S = 60.0
+GROUP_S = 60.0  # for learner ranks to wait for each other
+
+Answers = list[SyncReport | str | None]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([__name__])
-
-Fault = tuple[str, int]
-"""What goes wrong, and with which of the rank's messages of one sync: see `faulty`."""
-
-
-def faulty(transfers: list[Transfer], fault: Fault) -> list[Transfer]:
-    """The transfers of one sync: one is dropped, doubled, changed, or ends or stops the process."""
-    kind, at = fault
-    if kind == "drop":
-        return transfers[:at] + transfers[at + 1 :]
-    if kind == "double":
-        return [*transfers[: at + 1], transfers[at], *transfers[at + 1 :]]
-    whole = transfers[at].buffer
-
-    def buffer() -> torch.Tensor:
-        if kind == "change":
-            changed = whole().clone()
-            changed.view(torch.int32)[-1] ^= 1
-            return changed
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
-        return whole()
-
-    return [*transfers[:at], replace(transfers[at], buffer=buffer), *transfers[at + 1 :]]
-
-
-@contextlib.contextmanager
-def fault_in(name: str, fault: Fault | None) -> Any:
-    """`packing.<name>` with a fault, for one sync."""
-    kept: Callable[..., list[Transfer]] = getattr(packing, name)
-    if fault is not None:
-        setattr(packing, name, lambda *args: faulty(kept(*args), fault))
-    try:
-        yield
-    finally:
-        setattr(packing, name, kept)
 
 
 def census() -> dict[str, int]:
@@ -93,7 +59,6 @@ def census() -> dict[str, int]:
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": min(threads),
-        "shared": len(list(Path("/dev/shm").glob(f"megarl_{run_id(os.getppid(), '*')}_*"))),
     }
 
 
@@ -121,16 +86,28 @@ class Ranks:
             with contextlib.suppress(OSError):  # it has ended
                 pipe.send(order)
 
-    def answers(self) -> list[Any]:
-        """Every rank's answer; None of one that has ended."""
-        found: list[Any] = []
-        for pipe in self.pipes:
+    def answers(self, all_or_none: bool = False) -> list[Any]:
+        """Every rank's answer; None of one that has ended. With `all_or_none` one that ends takes
+        the others along."""
+        found: dict[int, Any] = {}
+        until = time.monotonic() + ANSWER_S
+        while len(found) < len(self.pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in found}
             try:
-                assert pipe.poll(ANSWER_S), "a rank does not answer"
-                found.append(pipe.recv())
-            except (EOFError, OSError):
-                found.append(None)
-        return found
+                ready = wait(list(waiting), max(0.0, until - time.monotonic()))
+            except (OSError, ValueError):  # closed by another thread
+                return [None] * len(self.pipes)
+            assert ready, f"ranks {sorted(waiting.values())} do not answer"
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    found[waiting[pipe]] = pipe.recv()
+                except (EOFError, OSError, ValueError):
+                    found[waiting[pipe]] = None
+                    if all_or_none:
+                        for process in self.processes:
+                            process.kill()
+        return [found[rank] for rank in range(len(self.pipes))]
 
     def ask(self, order: Any) -> list[Any]:
         self.tell([order] * len(self.pipes))
@@ -152,23 +129,39 @@ class Learner:
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        self.mesh, self.places = mesh, tuple(places)
+        self.mesh, self.places, self.limit_s = mesh, tuple(places), deadline_s
         self.ranks = Ranks(
-            _learner_rank,
-            [(rank, port, mesh, self.places, deadline_s) for rank in range(len(places))],
+            _learner_rank, [(rank, port, mesh, self.places) for rank in range(len(places))]
         )
         self.port = port
 
     def publish(
-        self, seed: int, version: int, servers: Sequence[Server], fault: Fault | None = None,
+        self,
+        seed: int,
+        version: int,
+        servers: Sequence[Server],
+        fault: Fault | None = None,
         faulty_rank: int = 0,
-    ) -> list[SyncReport | str | None]:  # fmt: skip
+        limit_s: float | None = None,
+    ) -> Answers:
         """Every rank's report of one publish of the weights of `seed`, or its error."""
-        endpoints = [server.endpoint for server in servers]
-        ranks = range(len(self.places))
-        faults = [fault if rank == faulty_rank else None for rank in ranks]
-        self.ranks.tell([("publish", seed, version, endpoints, faults[rank]) for rank in ranks])
+        self.begin(seed, version, servers, fault, faulty_rank, limit_s)
         return self.ranks.answers()
+
+    def begin(
+        self,
+        seed: int,
+        version: int,
+        servers: Sequence[Server],
+        fault: Fault | None = None,
+        faulty_rank: int = 0,
+        limit_s: float | None = None,
+    ) -> None:
+        """Tell every rank to publish; `ranks.answers()` waits for what they say."""
+        endpoints = [server.endpoint for server in servers]
+        faults = [fault if rank == faulty_rank else None for rank in range(len(self.places))]
+        limit_s = self.limit_s if limit_s is None else limit_s
+        self.ranks.tell([("publish", seed, version, endpoints, f, limit_s) for f in faults])
 
     def plan(self, server: Server) -> Plan:
         """The plan to one server, made here."""
@@ -189,84 +182,15 @@ class Learner:
             (Path("/dev/shm") / name).unlink()
 
 
-class Server:
-    """A server's HTTP side, and its ranks on `nodes`."""
+class Server(fake_server.Server):
+    """A fake server whose ranks are forked processes on `nodes`."""
 
     def __init__(self, name: str, nodes: Sequence[str], gpus: Sequence[int] = ()) -> None:
-        self.web = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self.web.daemon_threads = True
-        self.web.owner = self  # type: ignore[attr-defined]
-        self.thread = threading.Thread(target=self.web.serve_forever, args=(0.01,), daemon=True)
-        self.thread.start()
-        url = f"http://127.0.0.1:{self.web.server_port}"
-        self.endpoint = ServerEndpoint(
-            name, url, len(nodes), 0, nodes=tuple(nodes), gpus=tuple(gpus)
-        )
-        self.faults: list[Fault | None] = [None] * len(nodes)
-        self.version, self.is_open = "", False
-        self.acks: list[Ack | None] = []
-        self._start()
-
-    def _start(self) -> None:
-        tp = self.endpoint.tp
-        self.ranks = Ranks(_server_rank, [(rank, tp) for rank in range(tp)])
-
-    def restart(self) -> None:
-        """Kill the ranks and start new ones, as another incarnation."""
-        self.ranks.kill()
-        self.endpoint = replace(self.endpoint, incarnation=self.endpoint.incarnation + 1)
-        self.faults = [None] * self.endpoint.tp
-        self.is_open = False
-        self._start()
-
-    def handle(self, route: str, body: dict[str, Any]) -> tuple[int, str] | None:
-        """The answer to a call; None where the server has died of it."""
-        if route == "/begin_weight_update":
-            if self.is_open:
-                return 400, "already open"
-            self.is_open = True
-        elif route == "/end_weight_update":
-            self.is_open = False
-        elif route == "/update_weight_version":
-            self.version = body["new_version"]
-        else:
-            payloads = body["serialized_named_tensors"]
-            self.ranks.tell([("load", p, f) for p, f in zip(payloads, self.faults, strict=True)])
-            self.acks = self.ranks.answers()
-            if None in self.acks:
-                return None
-        return 200, "{}"
-
-    def holds(self, seed: int) -> bool:
-        """Whether every rank holds exactly its slices of the weights of `seed`."""
-        wanted = tiny.on_server(SHAPE, self.endpoint.tp, tiny.weights(SHAPE, seed))
-        return self.ranks.ask(("sums",)) == [
-            {name: tiny.sha256(tensor) for name, tensor in mine.items()} for mine in wanted
-        ]
-
-    def close(self) -> None:
-        self.ranks.kill()
-        self.web.shutdown()
-        self.web.server_close()
-        self.thread.join()
+        super().__init__(name, nodes, _start_server_ranks, gpus)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        owner: Server = self.server.owner  # type: ignore[attr-defined]
-        answer = owner.handle(self.path, body)
-        if answer is None:
-            self.close_connection = True
-            return
-        self.send_response(answer[0])
-        self.send_header("Content-Length", str(len(answer[1])))
-        self.end_headers()
-        with contextlib.suppress(OSError):  # the caller has given up
-            self.wfile.write(answer[1].encode())
-
-    def log_message(self, *_: object) -> None:
-        """Says nothing."""
+def _start_server_ranks(tp: int) -> Ranks:
+    return Ranks(_server_rank, [(rank, tp) for rank in range(tp)])
 
 
 def _mesh(tp: int) -> ServerMesh:
@@ -279,28 +203,30 @@ def _learner_rank(
     port: int,
     mesh: LearnerMesh,
     places: tuple[Place, ...],
-    limit_s: float,
 ) -> None:
     world = len(places)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=GROUP_S),
     )
     spec = SourceSpec(SHAPE, mesh)
     parameters = tiny.on_learner(spec, tiny.weights(SHAPE, 0))[rank]
     sync = WeightSync(
         run_id(os.getppid(), port), spec, rank, parameters, "fp32",
-        group=dist.group.WORLD, cpu_servers=True, deadline_s=limit_s, place=places[rank],
-        bucket_bytes=BUCKET_BYTES,
+        group=dist.group.WORLD, cpu_servers=True, place=places[rank], bucket_bytes=BUCKET_BYTES,
     )  # fmt: skip
     while True:
         name, *arguments = pipe.recv()
         if name == "publish":
-            seed, version, servers, fault = arguments
+            seed, version, servers, fault, sync._deadline_s = arguments
             new = tiny.on_learner(spec, tiny.weights(SHAPE, seed))[rank]
             for parameter, tensor in new.items():
                 parameters[parameter].copy_(tensor)
             try:
-                with fault_in("outgoing", fault):
+                with in_learner_rank(fault, parameters):
                     pipe.send(sync.publish(version, servers))
             except Exception as error:  # noqa: BLE001 - told to the test
                 pipe.send(f"{type(error).__name__}: {error}")
@@ -313,7 +239,9 @@ def _learner_rank(
 
 
 def _server_rank(pipe: Connection, rank: int, tp: int) -> None:
-    model = FakeModel(sglang_layout(SHAPE, _mesh(tp)), rank, torch.float32)
+    layout = sglang_layout(SHAPE, _mesh(tp))
+    model = FakeModel(layout, rank, torch.float32)
+    shapes = {parameter.name: parameter.shape for parameter in layout.parameters}
     said: list[Ack] = []
     told = receiver.Receiver.acknowledge
 
@@ -322,16 +250,26 @@ def _server_rank(pipe: Connection, rank: int, tp: int) -> None:
         told(self, message, ack)
 
     receiver.Receiver.acknowledge = acknowledge  # type: ignore[method-assign]
-    acks._CONNECT_S = 5.0
+    acks.CONNECT_S = 5.0
+    receiver._RECEIVER._engine_rank = lambda: rank
     while True:
         name, *arguments = pipe.recv()
         if name == "load":
             payload, fault = arguments
-            with fault_in("incoming", fault):
+            said.clear()
+            with in_server_rank(fault):
                 receiver.load(model, pickle.loads(base64.b64decode(payload)))
-            pipe.send(said.pop())
+            pipe.send(said[-1] if said else "nothing")
         elif name == "sums":
             pipe.send({k: tiny.sha256(v) for k, v in model.named_parameters()})
+        elif name == "sums64":
+            live = {name: p.detach() for name, p in model.named_parameters()}
+            pipe.send(
+                [
+                    box_checksum(held(piece, live), piece.tensor, shapes[piece.tensor], piece.box)
+                    for piece in coverage.held(layout)[rank]
+                ]
+            )
         else:
             pipe.send(census())
 

@@ -42,7 +42,7 @@ class Rig:
             FakeModel(layout, rank, served, float32_on_server(source.shape, layout, rank))
             for rank in range(mesh.tp)
         ]
-        self.receivers = [Receiver() for _ in range(mesh.tp)]
+        self.receivers = [Receiver(lambda: None) for _ in range(mesh.tp)]
 
     def learn(self, seed: int) -> None:
         """New weights on the learner, in place."""

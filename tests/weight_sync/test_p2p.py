@@ -14,7 +14,8 @@ import pytest
 
 from megarl.reshard.mesh import LearnerMesh
 from megarl.types import SyncReport
-from tests.weight_sync.forked import Learner, Place, Server, apart, distinct_bytes
+from tests.weight_sync.faults import Fault
+from tests.weight_sync.forked import Answers, Learner, Place, Server, apart, distinct_bytes
 
 SHORT_S = 4.0  # deadline.sync_s where it is meant to pass
 ENDING_S = 6.0  # past the deadline at most: sessions are ended, words are said
@@ -72,9 +73,9 @@ def first_error(answers: Sequence[SyncReport | str | None]) -> str:
 
 
 def held(learner: Learner) -> list[tuple[int, ...]]:
-    """Files, threads and arenas of each learner rank."""
+    """Files and threads of each learner rank."""
     found = learner.ranks.ask(("census",))
-    return [tuple(each[name] for name in ("files", "threads", "shared")) for each in found]
+    return [tuple(each[name] for name in ("files", "threads")) for each in found]
 
 
 def on(*nodes: str) -> list[Place]:
@@ -148,33 +149,31 @@ def test_server_that_is_started_anew_gets_a_new_group(world: World) -> None:
     assert held(learner) == before
 
 
-Answers = list[SyncReport | str | None]
-
 FAULTS: dict[str, tuple[Callable[[Learner, Server], Answers], str]] = {
     "a bit is changed": (
-        lambda learner, server: learner.publish(2, 2, [server], ("change", 3)),
+        lambda learner, server: learner.publish(2, 2, [server], Fault("change", 3)),
         "checksums differ",
     ),
     "a bucket is dropped": (
-        lambda learner, server: learner.publish(2, 2, [server], ("drop", 1), 1),
+        lambda learner, server: learner.publish(2, 2, [server], Fault("drop", 1), 1),
         "from learner rank 1 did not end in time",
     ),
     "a bucket is sent twice": (
-        lambda learner, server: learner.publish(2, 2, [server], ("double", 2), 1),
+        lambda learner, server: learner.publish(2, 2, [server], Fault("double", 2), 1),
         "to TP rank",
     ),
     "a server rank is killed": (
-        lambda learner, server: _fault_in(learner, server, ("kill", 3)),
+        lambda learner, server: _fault_in(learner, server, Fault("kill", 3)),
         "has ended",
     ),
     "a server rank hangs": (
-        lambda learner, server: _fault_in(learner, server, ("stop", 3)),
+        lambda learner, server: _fault_in(learner, server, Fault("stop", 3)),
         "to TP rank 1",
     ),
 }
 
 
-def _fault_in(learner: Learner, server: Server, fault: tuple[str, int]) -> Answers:
+def _fault_in(learner: Learner, server: Server, fault: Fault) -> Answers:
     server.faults[1] = fault
     answers = learner.publish(2, 2, [server])
     server.restart()
@@ -204,9 +203,9 @@ def test_killed_learner_rank_is_named_by_the_server_which_serves_the_next_learne
 ) -> None:
     learner, server = world.pair()
     start = time.monotonic()
-    answers = learner.publish(2, 2, [server], ("kill", 2), 1)
-    assert time.monotonic() - start < SHORT_S + ENDING_S
-    assert answers[1] is None and isinstance(answers[0], str)  # the ranks' own group is broken
+    answers = learner.publish(2, 2, [server], Fault("kill", 2), 1, limit_s=60.0)
+    assert time.monotonic() - start < 15  # nobody waits for the deadline
+    assert answers[1] is None and "a learner rank has ended" in str(answers[0])
     errors = [ack.error for ack in server.acks if ack is not None]
     assert len(errors) == 2 and all("learner rank 1" in error for error in errors), errors
     learner.ranks.kill()
@@ -220,9 +219,8 @@ def test_learner_rank_that_hangs_is_named_by_the_server_and_the_next_sync_succee
 ) -> None:
     """The other learner ranks wait for it, until the deadline of the verb ends the learner."""
     learner, server = world.pair()
-    orders = [("publish", 2, 2, [server.endpoint], fault) for fault in (None, ("stop", 2))]
     server.acks = []
-    learner.ranks.tell(orders)
+    learner.begin(2, 2, [server], Fault("stop", 2), 1)
     time.sleep(SHORT_S + 1)
     errors = [ack.error for ack in server.acks if ack is not None]
     assert len(errors) == 2
@@ -235,8 +233,8 @@ def test_learner_rank_that_hangs_is_named_by_the_server_and_the_next_sync_succee
 
 def test_killed_learner_holds_no_server_up_for_longer_than_the_deadline(world: World) -> None:
     learner, server = world.pair()
-    server.faults[0] = ("stop", 2)  # so that the other ranks are in the middle of it
-    learner.ranks.tell([("publish", 2, 2, [server.endpoint], None)] * 2)
+    server.faults[0] = Fault("stop", 2)  # so that the other ranks are in the middle of it
+    learner.begin(2, 2, [server])
     time.sleep(1.0)
     learner.ranks.kill()
     start = time.monotonic()
@@ -247,10 +245,35 @@ def test_killed_learner_holds_no_server_up_for_longer_than_the_deadline(world: W
     assert verified(again.publish(3, 3, [server]))
 
 
+@pytest.mark.parametrize("nodes", [("b", "b"), ("a", "a")], ids=["apart", "beside"])
+def test_second_learner_is_refused_while_the_first_is_at_its_server(
+    world: World, nodes: tuple[str, str]
+) -> None:
+    """It takes the first one's session over, and must not write what the first would label."""
+    first, second = (world.learner(LearnerMesh(tp=2), on("a", "a")) for _ in range(2))
+    server = world.server("server-0", nodes)
+    assert verified(first.publish(1, 1, [server]))
+    others: list[Answers] = []
+
+    def hook(route: str, when: str, body: object) -> None:
+        if (route, when) == ("/update_weights_from_tensor", "after") and not others:
+            others.append([])
+            others[0] = second.publish(7, 7, [server])
+
+    server.hook = hook
+    results = [first_error(first.publish(2, 2, [server])), first_error(others[0])]
+    assert "no weight-update session is open" in results[0]
+    assert "is syncing this server to version 2; refused: end one of" in results[1]
+    assert server.version == "1" and server.holds(2)
+    server.hook = None
+    assert verified(second.publish(7, 8, [server]))  # the first has nothing more to do here
+    assert server.version == "8" and server.holds(7)
+
+
 def test_one_bad_server_does_not_hold_up_the_others(world: World) -> None:
     learner, good = world.pair()
     bad = world.server("bad", ("z",))
-    bad.faults[0] = ("drop", 0)
+    bad.faults[0] = Fault("drop", 0)
     start = time.monotonic()
     report = learner.publish(2, 2, [bad, good])[0]
     assert isinstance(report, SyncReport)
@@ -262,12 +285,11 @@ def test_one_bad_server_does_not_hold_up_the_others(world: World) -> None:
 
 def test_server_that_refuses_is_told_of_at_once_and_nobody_waits(world: World) -> None:
     learner, server = world.pair(30.0)
-    server.is_open, opened = True, server.handle
-    server.handle = lambda route, body: (500, "no")  # type: ignore[method-assign]
+    server.hook = lambda route, when, body: (500, "no")
     start = time.monotonic()
     assert "500" in first_error(learner.publish(2, 2, [server]))
     assert time.monotonic() - start < 15
-    server.handle, server.is_open = opened, False  # type: ignore[method-assign]
+    server.hook = None
     assert verified(learner.publish(3, 3, [server]))
 
 

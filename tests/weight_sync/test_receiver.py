@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from megarl.errors import WeightSyncError
 from megarl.reshard import execute
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.weight_sync import coverage, receiver
+from megarl.weight_sync.acks import Ack
 from megarl.weight_sync.control import WIRE_DTYPES, SourceSpec, decode
 from megarl.weight_sync.receiver import Receiver
 from tests.reshard.models import tiny_shape
@@ -134,6 +139,64 @@ def test_arena_with_another_nonce_is_refused(simple: Rig) -> None:
     acks = simple.receive([dataclasses.replace(m, arenas=arenas) for m in messages])
     assert all(not ack.ok and "stale or belongs to another run" in ack.error for ack in acks)
     assert simple.sync(4) == []
+
+
+def test_message_of_another_rank_is_refused_before_anything_is_written(simple: Rig) -> None:
+    messages = simple.messages(2)[::-1]
+    simple.receivers = [Receiver(lambda rank=rank: rank) for rank in range(2)]  # type: ignore[misc]
+    kept = [tensor.detach().clone() for tensor in simple.models[0].tensors.values()]
+    acks = simple.receive(messages)
+    assert ["got the message of TP rank" in ack.error for ack in acks] == [True, True]
+    for tensor, before in zip(simple.models[0].tensors.values(), kept, strict=True):
+        assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_are_not_sent_and_their_tensor_is_named(
+    simple: Rig, value: float
+) -> None:
+    simple.learner[1]["decoder.layers.0.mlp.linear_fc2.weight"][3, 5] = value
+    with pytest.raises(WeightSyncError, match=r"down_proj.*1 of 2048 weights are not finite"):
+        simple.senders[1].checksums()
+    simple.senders[0].checksums()
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _overwrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(b"0" * 32)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, _cut, _overwrite])
+def test_arena_that_was_harmed_from_outside_is_refused_and_made_anew_for_the_next_sync(
+    simple: Rig, harm: Callable[[Path], None]
+) -> None:
+    simple.learn(5)
+    messages = simple.messages(2)
+    harm(Path("/dev/shm") / messages[0].arenas[0].name)
+    if harm is not Path.unlink:  # whoever has it mapped still reads it
+        acks = simple.receive(messages)
+        assert all("or belongs to another run; refused" in ack.error for ack in acks)
+    simple.receivers = [Receiver(lambda: None) for _ in range(2)]  # as after a server's restart
+    simple.learn(6)
+    assert simple.sync(3) == []
+
+
+def test_learner_whose_store_does_not_answer_holds_up_no_server(
+    simple: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.weight_sync.acks.CONNECT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # as of a learner that is stopped
+        address = ("127.0.0.1", silent.getsockname()[1])
+        message = dataclasses.replace(simple.messages(2)[0], store=address)
+        start = time.monotonic()
+        with pytest.raises(WeightSyncError, match="TP rank 0: learner rank 0's store does not"):
+            simple.receivers[0].acknowledge(message, Ack("t", True))
+        assert time.monotonic() - start < 5
 
 
 def test_server_with_another_number_format_refuses(rig: Callable[..., Rig]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from megarl.reshard.explicit import full_layout
 from megarl.reshard.layout import Layout
 from megarl.reshard.mesh import ServerMesh
 from megarl.reshard.plan import make_plan
+from megarl.reshard.sglang import sglang_layout
+from megarl.weight_sync import coverage
+from megarl.weight_sync.checksum import add, box_checksum
 from megarl.weight_sync.control import SourceSpec
 from tests.reshard.models import tiny_shape
 from tests.reshard.server_slices import server_slices
@@ -66,6 +70,36 @@ def on_mesh(
         }
         for rank in range(mesh.tp)
     ]
+
+
+@cache
+def fingerprint(seed: int) -> int:
+    """64 bits that depend on every element of the weights of `seed`."""
+    sums = {}
+    for name, tensor in weights(SHAPE, seed).items():
+        box = tuple((0, size) for size in tensor.shape)
+        sums[name] = box_checksum(tensor, name, tuple(tensor.shape), box)
+    return _digest(sums)
+
+
+def fingerprint_of_server(tp: int, sums: Sequence[Sequence[int]]) -> int:
+    """The same of what a server holds, by the checksums of each rank's pieces."""
+    boxes: dict[str, dict[object, int]] = {}
+    for rank, pieces in coverage.held(sglang_layout(SHAPE, ServerMesh(tp, cpu=True))).items():
+        for piece, total in zip(pieces, sums[rank], strict=True):
+            if boxes.setdefault(piece.tensor, {}).setdefault(piece.box, total) != total:
+                return 0  # copies that differ are nobody's weights
+    return _digest({tensor: add(list(found.values())) for tensor, found in boxes.items()})
+
+
+def _digest(sums: Mapping[str, int]) -> int:
+    text = repr(sorted(sums.items()))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def logprobs(of: int, token_ids: Sequence[int]) -> list[float]:
+    """Stand-ins for log-probs: of weights with this fingerprint, for every token but the first."""
+    return [-((of * (2 * i + 1) + token) % 2**64) / 2**61 for i, token in enumerate(token_ids)]
 
 
 def sha256(tensor: torch.Tensor) -> str:

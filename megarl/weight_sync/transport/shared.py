@@ -77,7 +77,7 @@ class Arena:
         self._allocate(size)
         self._map = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.ref = ArenaRef(name, num_bytes, secrets.token_hex(16), socket.gethostname())
-        self._map[: _FIELDS.size] = _FIELDS.pack(
+        self._map[: _FIELDS.size] = self._header = _FIELDS.pack(
             _MAGIC, self.ref.nonce.encode(), digest.encode(), num_bytes, b""
         )
         self.data = (
@@ -100,6 +100,19 @@ class Arena:
                 f"{free.f_bavail * free.f_frsize} are free; give {FOLDER} more room"
             ) from error
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether readers still find it under its name, as it was made."""
+        try:
+            there, mine = os.stat(self._path), os.fstat(self._descriptor)
+        except FileNotFoundError:
+            return False
+        return (
+            there.st_ino == mine.st_ino
+            and there.st_size >= HEADER_BYTES + self.ref.num_bytes
+            and self._map[:_STAMP_AT] == self._header[:_STAMP_AT]
+        )
+
     def stamp(self, label: str) -> None:
         """Say what the bytes are now; written after them. At most 64 ASCII characters."""
         self._map[_STAMP_AT : _STAMP_AT + 64] = label.encode("ascii").ljust(64, b"\0")
@@ -121,8 +134,9 @@ class ArenaReader:
         self.ref = ref
         if not _NAME.fullmatch(ref.name):
             raise WeightSyncError(f"{ref.name!r} is not the name of an arena; nothing was opened")
+        self._digest = digest
         self._map = _map_for_reading(ref)
-        self._check(digest)
+        self.check()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # read-only memory: nobody writes here
             self.data = (
@@ -133,7 +147,10 @@ class ArenaReader:
                 else torch.empty(0, dtype=torch.uint8)
             )
 
-    def _check(self, digest: str) -> None:
+    def check(self) -> None:
+        """Raise WeightSyncError where it is not what it was, or was cut short: reading what is not
+        there ends the process."""
+        _check_size(self.ref, self._map.size())
         magic, nonce, found, num_bytes, _ = _FIELDS.unpack(self._map[: _FIELDS.size])
         if magic != _MAGIC:
             raise WeightSyncError(f"arena {self.ref.name} has no header of megarl's; refused")
@@ -142,11 +159,11 @@ class ArenaReader:
                 f"arena {self.ref.name} has nonce {nonce.decode(errors='replace')}, expected "
                 f"{self.ref.nonce}: it is stale or belongs to another run; refused"
             )
-        if found != digest.encode() or num_bytes != self.ref.num_bytes:
+        if found != self._digest.encode() or num_bytes != self.ref.num_bytes:
             raise WeightSyncError(
                 f"arena {self.ref.name} holds another layout or dtype than this server's plan "
                 f"({num_bytes} bytes, digest {found.decode(errors='replace')[:12]}; expected "
-                f"{self.ref.num_bytes}, {digest[:12]}); refused"
+                f"{self.ref.num_bytes}, {self._digest[:12]}); refused"
             )
 
     @property
@@ -163,14 +180,18 @@ def _map_for_reading(ref: ArenaRef) -> mmap.mmap:
         raise WeightSyncError(_not_reachable(ref)) from error
     try:
         size = os.fstat(descriptor).st_size
-        if size < HEADER_BYTES + ref.num_bytes:
-            raise WeightSyncError(
-                f"arena {ref.name} has {size} bytes, expected {HEADER_BYTES + ref.num_bytes} or "
-                "more: it is stale or belongs to another run; refused"
-            )
+        _check_size(ref, size)
         return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     finally:
         os.close(descriptor)
+
+
+def _check_size(ref: ArenaRef, size: int) -> None:
+    if size < HEADER_BYTES + ref.num_bytes:
+        raise WeightSyncError(
+            f"arena {ref.name} has {size} bytes, expected {HEADER_BYTES + ref.num_bytes} or "
+            "more: it is stale or belongs to another run; refused"
+        )
 
 
 def _not_reachable(ref: ArenaRef) -> str:
