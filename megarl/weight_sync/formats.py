@@ -18,6 +18,7 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.arena import Slot
 from megarl.reshard.layout import Layout
 from megarl.weight_sync.control import WIRE_DTYPES
+from megarl.weight_sync.transport.arenas import AnyArena, AnyReader
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def wire_format(name: str, layout: Layout) -> WireFormat:
     return WireFormat(policy_dtype(name), float32)
 
 
-def staged(data: torch.Tensor, slot: Slot, wire: WireFormat) -> torch.Tensor:
-    """The tensor in a slot of an arena's bytes `data`, without a copy."""
+def staged(arena: AnyArena | AnyReader, slot: Slot, wire: WireFormat) -> torch.Tensor:
+    """The tensor in a slot of an arena, without a copy."""
     dtype = wire.of_precision(slot.precision)
     num_bytes = math.prod(slot.shape) * dtype.itemsize
-    return data[slot.offset : slot.offset + num_bytes].view(dtype).view(slot.shape)
+    return arena.view(slot.offset, num_bytes).view(dtype).view(slot.shape)

@@ -23,14 +23,16 @@ from megarl.reshard.plan import Plan
 from megarl.reshard.sglang import sglang_layout
 from megarl.reshard.store import cached_plan
 from megarl.weight_sync import coverage, packing, parcels
-from megarl.weight_sync.checksum import add, box_checksum
+from megarl.weight_sync.checksum import add
+from megarl.weight_sync.checksum_triton import BoxValues, box_checksums
 from megarl.weight_sync.control import SourceSpec, arena_digest
 from megarl.weight_sync.formats import staged, wire_format
 from megarl.weight_sync.parcels import Parcel
 from megarl.weight_sync.places import ServerKind, placement
+from megarl.weight_sync.transport.arenas import AnyArena, make_arena, memory_of
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.p2p import Peers
-from megarl.weight_sync.transport.shared import Arena, ArenaRef
+from megarl.weight_sync.transport.shared import ArenaRef
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,9 @@ class Route:
 class Sender:
     """One learner rank's part in every publish. `parameters` are its live tensors by local name.
 
-    `devices` are those of all learner ranks; without them all is on one node. Raises
-    WeightSyncError where the parameters are not those of the layout.
+    `devices` are those of all learner ranks; without them all is on one node. Without `keep_arenas`
+    a GPU's memory for staging is given back after every publish. Raises WeightSyncError where the
+    parameters are not those of the layout.
     """
 
     def __init__(
@@ -70,17 +73,19 @@ class Sender:
         dtype: str,
         devices: Sequence[Device] = (),
         bucket_bytes: int = 64 << 20,
+        keep_arenas: bool = True,
     ) -> None:
         self.layout = source.layout()
         self.wire = wire_format(dtype, self.layout)
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._parameters = parameters
         self._devices, self._bucket_bytes = tuple(devices), bucket_bytes
+        self._keep_arenas = keep_arenas
         self._shapes = {parameter.name: parameter.shape for parameter in self.layout.parameters}
         self._mine = self.layout.rank(rank)
         self._share = Cover(self.layout).share(rank)
         self._routes: dict[ServerKind, Route] = {}
-        self._arenas: dict[ServerKind, tuple[int, Arena]] = {}
+        self._arenas: dict[ServerKind, tuple[int, AnyArena]] = {}
         self._peers: dict[str, Peers] = {}
         self._check()
 
@@ -125,43 +130,92 @@ class Sender:
         Raises WeightSyncError for weights that are no numbers: nobody is to sample from them.
         """
         sums: dict[str, int] = {}
+        extremes: list[torch.Tensor] = []
+        together: list[BoxValues] = []
         for piece in self._share:
-            values = held(piece, self._parameters).detach().to(self.wire.of(piece.tensor))
-            if not torch.stack(torch.aminmax(values)).isfinite().all():
-                raise WeightSyncError(_not_finite(piece, values))
-            part = box_checksum(values, piece.tensor, self._shapes[piece.tensor], piece.box)
-            sums[piece.tensor] = add([sums.get(piece.tensor, 0), part])
+            live = held(piece, self._parameters).detach()
+            values = live.to(self.wire.of(piece.tensor))
+            extremes.append(torch.stack(torch.aminmax(values)).float())
+            box = BoxValues(values, piece.tensor, self._shapes[piece.tensor], piece.box)
+            if values is live:
+                together.append(box)
+            else:  # a copy: it goes before the next one is made
+                _add_up(sums, [box])
+        finite = torch.stack(extremes).isfinite().all(dim=1).tolist()  # a GPU is asked once
+        if not all(finite):
+            raise WeightSyncError(self._not_finite(self._share[finite.index(False)]))
+        _add_up(sums, together)
         return sums
+
+    def _not_finite(self, piece: Piece) -> str:
+        """Where weights are no numbers, and what to do."""
+        values = held(piece, self._parameters).detach().to(self.wire.of(piece.tensor))
+        wrong = values.numel() - int(values.isfinite().sum())
+        return (
+            f"{piece.tensor} {piece.box}: {wrong} of {values.numel()} weights are not finite in "
+            f"{values.dtype}; the policy has diverged, resume from an earlier checkpoint"
+        )
 
     def stage(self, kind: ServerKind, generation: int, stamp: str) -> ArenaRef | None:
         """Copy, in the wire dtype, what servers of this node read; None where that is nothing.
 
         An arena lives as long as its generation. A new number makes a new one: the old one may
-        still be read by a server that did not answer.
+        still be read by a server that did not answer. Nothing is copied where servers can read
+        the parameters themselves: until `withdraw` they must not change.
         """
         route = self.route(kind)
         if not route.slots:
             return None
         arena = self._arena(kind, generation, route)
         arena.stamp("")  # nobody takes it for whole while it is written
-        self._copy(arena, route)
+        if not arena.is_direct:
+            self._copy(arena, route)
         arena.stamp(stamp)
         return arena.ref
 
-    def _arena(self, kind: ServerKind, generation: int, route: Route) -> Arena:
+    def _arena(self, kind: ServerKind, generation: int, route: Route) -> AnyArena:
         current = self._arenas.get(kind)
-        if current is not None and current[0] == generation and current[1].is_whole:
+        if (
+            current is not None
+            and current[0] == generation
+            and current[1].is_lasting
+            and current[1].is_whole
+        ):
             return current[1]
         if current is not None:
             del self._arenas[kind]
             current[1].close()
-        arena = Arena(self._run_id, generation, self._rank, route.num_bytes, route.digest)
+        device = next(iter(self._parameters.values())).device
+        arena = make_arena(
+            memory_of(device),
+            self._run_id,
+            generation,
+            self._rank,
+            route.num_bytes,
+            route.digest,
+            self._live(route),
+            self._keep_arenas,
+        )
         self._arenas[kind] = (generation, arena)
         return arena
 
-    def _copy(self, arena: Arena, route: Route) -> None:
+    def _live(self, route: Route) -> dict[int, torch.Tensor] | None:
+        """The parameters by their places in an arena; None where one travels in another type."""
+        live = {slot.offset: self._parameters[name] for name, slot in route.slots.items()}
+        types = [self.wire.of_precision(slot.precision) for slot in route.slots.values()]
+        same = all(t.dtype == dtype for t, dtype in zip(live.values(), types, strict=True))
+        return live if same else None
+
+    def _copy(self, arena: AnyArena, route: Route) -> None:
         for name, slot in route.slots.items():
-            staged(arena.data, slot, self.wire).copy_(self._parameters[name].detach())
+            staged(arena, slot, self.wire).copy_(self._parameters[name].detach())
+
+    def withdraw(self) -> None:
+        """Every server has answered or is given up: parameters may change and be moved."""
+        for kind, (_, arena) in list(self._arenas.items()):
+            if not arena.is_lasting:
+                del self._arenas[kind]
+                arena.close()
 
     def sends_to(self, kind: ServerKind) -> bool:
         """Whether this rank has messages for servers of `kind`."""
@@ -195,10 +249,7 @@ class Sender:
         self._arenas.clear()
 
 
-def _not_finite(piece: Piece, values: torch.Tensor) -> str:
-    """Where weights are no numbers, and what to do."""
-    wrong = values.numel() - int(values.isfinite().sum())
-    return (
-        f"{piece.tensor} {piece.box}: {wrong} of {values.numel()} weights are not finite in "
-        f"{values.dtype}; the policy has diverged, resume from an earlier checkpoint"
-    )
+def _add_up(sums: dict[str, int], boxes: Sequence[BoxValues]) -> None:
+    """Add each box's checksum to its tensor's."""
+    for box, part in zip(boxes, box_checksums(boxes), strict=True):
+        sums[box.name] = add([sums.get(box.name, 0), part])

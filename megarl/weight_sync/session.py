@@ -97,7 +97,8 @@ class WeightSync:
     store listens on. `place` is where this rank runs: servers of its node read its arenas, servers
     of other nodes are sent messages of at most `bucket_bytes`; None where all is on one node.
     `server_mesh` says what SGLang's arguments do to the servers' layout, beside the sizes that each
-    server says of itself. Making one is collective over the group.
+    server says of itself. Without `keep_arenas` a GPU's memory for staging is given back after each
+    publish. Making one is collective over the group.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class WeightSync:
         deadline_s: float = 300.0,
         place: Place | None = None,
         bucket_bytes: int = 64 << 20,
+        keep_arenas: bool = True,
     ) -> None:
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._group, self._deadline_s = group, deadline_s
@@ -122,7 +124,9 @@ class WeightSync:
         self._bucket_bytes = bucket_bytes
         self._places = self._gather(place or Place("", rank))
         self._devices = learner_devices(self._places)
-        self.sender = Sender(run_id, source, rank, parameters, dtype, self._devices, bucket_bytes)
+        self.sender = Sender(
+            run_id, source, rank, parameters, dtype, self._devices, bucket_bytes, keep_arenas
+        )
         self._board = AckBoard(host) if rank == 0 else None
         self._generations: dict[ServerKind, int] = {}
         self._next_generation = 0
@@ -152,6 +156,7 @@ class WeightSync:
         report = self._broadcast(self._deliver(order, servers, staged, until) if first else None)
         for thread in sending:
             thread.join(max(0.0, until + _GRACE_S - time.monotonic()))
+        self.sender.withdraw()
         if not isinstance(report, SyncReport):
             raise WeightSyncError(f"version {version} was not published: {report}")
         return replace(report, took_s=time.monotonic() - start)
