@@ -20,6 +20,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 
 from megarl.compat import (
+    sglang_attention_dp,
     sglang_cpu,
     sglang_deepseek_config,
     sglang_expert_parallel,
@@ -82,6 +83,7 @@ def prepare_process(argv: Sequence[str]) -> None:
     hide_megatron()
     if wants_cpu(argv):
         sglang_cpu.install()
+        sglang_attention_dp.install()
         sglang_latent_attention.install()
         sglang_expert_parallel.install()
         sglang_deepseek_config.install()

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator
 
+from megarl.actor.model_shape import Yarn
 from megarl.actor.shape import ModelShape, read_shape
 from megarl.config.check_model import rollout_faults, uses_cpu
 from megarl.config.schema import Config
@@ -67,6 +68,12 @@ def check_servers(config: Config, shape: ModelShape | None) -> Iterator[Violatio
     yield from found
     if found or shape is None or any(_servers(config)) or rollout_faults(config, shape):
         return  # said already, or by `check_shape`
+    if uses_cpu(config) and shape.mla is not None and not isinstance(shape.rope_scaling, Yarn):
+        yield Violation(
+            f"{config.actor.model}: SGLang serves latent attention on a CPU with yarn positions "
+            "only, and its config.json has none (rope_scaling); use a GPU, or a model that has",
+            ("actor.model",),
+        )
     try:
         check_served(shape, server_mesh(config, shape, uses_cpu(config)))
     except LayoutError as error:

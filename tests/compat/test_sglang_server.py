@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from megarl.compat import (
+    sglang_attention_dp,
     sglang_cpu,
     sglang_deepseek_config,
     sglang_expert_parallel,
@@ -71,7 +72,12 @@ def test_cures_of_model_families_wait_in_cpu_servers_only() -> None:
         argv = [sys.executable, "-c", WAITING, "--device", device]
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
 
-    cures = (sglang_deepseek_config, sglang_expert_parallel, sglang_latent_attention)
+    cures = (
+        sglang_attention_dp,
+        sglang_deepseek_config,
+        sglang_expert_parallel,
+        sglang_latent_attention,
+    )
     assert sorted(waiting("cpu")) == sorted(cure.MODULE for cure in cures)
     assert waiting("cuda") == []
 

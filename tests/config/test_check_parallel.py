@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.actor.model_shape import Yarn
 from megarl.actor.shape import read_shape
+from megarl.config.check_parallel import check_servers
 from megarl.config.layouts import learner_pipeline, run_layouts
 from megarl.config.load import load_layout
 from megarl.errors import ConfigError, LayoutError
+from tests.reshard.models import tiny_shape
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,19 @@ def test_run_takes_servers_with_data_parallel_attention(place) -> None:
 def test_run_refuses_expert_parallel_servers_of_a_dense_model(place) -> None:
     text = place.violation("--rollout.parallel.ep", "2", "--rollout.parallel.tp", "2")
     assert "ep=2, but Qwen3ForCausalLM has no experts here; use ep=1" in text
+
+
+def test_latent_attention_without_yarn_is_refused_on_a_cpu_only(place) -> None:
+    shape = tiny_shape("DeepseekV3ForCausalLM", intermediate_size=64)
+    stretched = tiny_shape(
+        "DeepseekV3ForCausalLM",
+        intermediate_size=64,
+        rope_scaling=Yarn(4.0, 64, 32.0, 1.0, 1.0, 1.0),
+    )
+    on_cpu, on_gpu = (load_layout(place.file, ["--launch.device", d]) for d in ("cpu", "cuda"))
+    (text,) = (violation.text for violation in check_servers(on_cpu, shape))
+    assert "with yarn positions only" in text
+    assert not [*check_servers(on_cpu, stretched), *check_servers(on_gpu, shape)]
 
 
 def test_run_refuses_sizes_of_a_server_that_contradict_each_other(place) -> None:

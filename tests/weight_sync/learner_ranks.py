@@ -64,9 +64,10 @@ def main(rank: int, world: int, port: int) -> None:
     """Serve orders until the input ends."""
     import torch.distributed as dist
 
+    from megarl.reshard.engine_tensors import learner_buffers
     from megarl.reshard.mesh import LearnerMesh
     from megarl.weight_sync import exchange
-    from megarl.weight_sync.control import LOAD_FORMAT, SourceSpec
+    from megarl.weight_sync.control import LOAD_FORMAT, WIRE_DTYPES, SourceSpec
     from megarl.weight_sync.places import Place
     from megarl.weight_sync.session import WeightSync
     from tests.weight_sync import tiny
@@ -82,6 +83,9 @@ def main(rank: int, world: int, port: int) -> None:
         shape = SHAPES[order.get("model", "dense")]
         spec = SourceSpec(shape, mesh, forms=tuple(order.get("forms", ("te", "sequential"))))
         parameters = tiny.on_learner(spec, tiny.weights(shape, order["seed"]))[rank]
+        dtype = order.get("dtype", "fp32")
+        for name in parameters.keys() - learner_buffers(shape, spec.layout(), rank):
+            parameters[name] = parameters[name].to(WIRE_DTYPES[dtype])
         exchange.LOAD_FORMAT = order.get("load_format", LOAD_FORMAT)  # type: ignore[misc]
         run_id = f"ranks{os.getppid()}_{order['version']}"
         try:
@@ -90,7 +94,7 @@ def main(rank: int, world: int, port: int) -> None:
                 spec,
                 rank,
                 parameters,
-                "fp32",
+                dtype,
                 group=dist.group.WORLD,
                 cpu_servers=True,
                 deadline_s=order.get("deadline_s", 60.0),

@@ -53,10 +53,17 @@ def make_model(folder: Path) -> Path:
 
 
 class RealServer:
-    """One SGLang server of a tiny policy on a CPU, fp32."""
+    """One SGLang server of a tiny policy on a CPU."""
 
     def __init__(
-        self, name: str, model: Path, tp: int, log: Path, ep: int = 1, attention_dp: int = 1
+        self,
+        name: str,
+        model: Path,
+        tp: int,
+        log: Path,
+        ep: int = 1,
+        attention_dp: int = 1,
+        dtype: str = "float32",
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -68,7 +75,7 @@ class RealServer:
         flags = {
             "--model-path": model,
             "--device": "cpu",
-            "--dtype": "float32",
+            "--dtype": dtype,
             "--tp-size": tp,
             "--ep-size": ep,
             "--attn-dp-size": attention_dp,
@@ -138,7 +145,9 @@ class RealServer:
     def checksums(self) -> list[dict[str, str]]:
         """SGLang's own checksum of every parameter, per TP rank."""
         answer = self.call("/weights_checker", {"action": "checksum"})
-        return [rank["checksums"] for rank in answer["ranks"]]
+        # With data-parallel attention each group answers for all ranks.
+        found = {rank["parallelism_info"]["rank"]: rank["checksums"] for rank in answer["ranks"]}
+        return [found[rank] for rank in sorted(found)]
 
     def version(self) -> str:
         """The label of the weights."""

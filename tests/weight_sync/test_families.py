@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.reshard.engine_tensors import float32_on_server
 from megarl.reshard.mesh import ServerMesh
+from megarl.reshard.sglang import sglang_layout
+from megarl.weight_sync.control import WIRE_DTYPES
 from tests.weight_sync import sabotage, tiny
 from tests.weight_sync.family_models import SHAPES, Oracle
 from tests.weight_sync.learner_ranks import LearnerRanks
@@ -38,11 +41,12 @@ class Case:
     attention_dp: int = 1
     mesh: tuple[tuple[str, int], ...] = (("tp", 2), ("ep", 2))
     forms: tuple[str, str] = ("te", "per_expert")
+    dtype: str = "fp32"
 
     def __str__(self) -> str:
         sizes = [f"{name}{size}" for name in ("tp", "ep") if (size := getattr(self, name)) > 1]
         dp = [f"dp{self.attention_dp}"] if self.attention_dp > 1 else []
-        return "-".join([self.model, *(sizes or ["tp1"]), *dp])
+        return "-".join([self.model, *(sizes or ["tp1"]), *dp, self.dtype])
 
     @property
     def server_mesh(self) -> ServerMesh:
@@ -63,6 +67,8 @@ SLOW = [
     Case("glm", tp=2),
     Case("glm", tp=2, ep=2, mesh=(("dp", 2), ("etp", 2))),
 ]
+IN_BFLOAT16 = [Case("glm", tp=2, dtype="bf16"), Case("deepseek", dtype="bf16")]
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class Fleet:
@@ -89,6 +95,7 @@ class Fleet:
                     self._folder / f"{each}.log",
                     each.ep,
                     each.attention_dp,
+                    DTYPES[each.dtype],
                 )
         self._servers[case].wait()
         return self._servers[case]
@@ -134,11 +141,15 @@ def assert_serves(fleet: Fleet, case: Case, seed: int, version: str) -> None:
 
 def assert_holds(fleet: Fleet, case: Case, seed: int) -> None:
     """SGLang's own checksum of every parameter is that of plain slices of the weights."""
-    shape = SHAPES[case.model]
-    wanted = tiny.on_mesh(shape, case.server_mesh, tiny.weights(shape, seed))
-    for found, mine in zip(fleet.server(case).checksums(), wanted, strict=True):
+    shape, policy = SHAPES[case.model], WIRE_DTYPES[case.dtype]
+    layout = sglang_layout(shape, case.server_mesh)
+    weights = tiny.as_sent(tiny.weights(shape, seed), policy)
+    wanted = tiny.on_mesh(shape, case.server_mesh, weights)
+    for rank, (found, mine) in enumerate(zip(fleet.server(case).checksums(), wanted, strict=True)):
+        wide = float32_on_server(shape, layout, rank)
         assert {name: found[name] for name in mine} == {
-            name: tiny.sha256(tensor) for name, tensor in mine.items()
+            name: tiny.sha256(tensor if name in wide else tensor.to(policy))
+            for name, tensor in mine.items()
         }
 
 
@@ -149,7 +160,14 @@ def publish(
     nodes = tuple(more.pop("nodes", ()))
     endpoint = dataclasses.replace(fleet.server(case).endpoint, nodes=nodes)
     report, _ = ranks.publish(
-        dict(case.mesh), seed, seed, [endpoint], model=case.model, forms=case.forms, **more
+        dict(case.mesh),
+        seed,
+        seed,
+        [endpoint],
+        model=case.model,
+        forms=case.forms,
+        dtype=case.dtype,
+        **more,
     )
     assert [server["error"] for server in report["servers"]] == [""]
     return report
@@ -171,6 +189,18 @@ def test_two_syncs_in_a_row_are_served_as_hugging_face_computes_them(
     assert report["moved_bytes"] == report["minimum_bytes"] >= report["network_bytes"] > 0
     assert_holds(fleet, case, 2)
     assert_serves(fleet, case, 2, "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IN_BFLOAT16, ids=str)
+def test_bfloat16_policy_arrives_bit_by_bit_and_what_is_float32_stays_so(
+    fleet: Fleet, ranks: LearnerRanks, case: Case
+) -> None:
+    publish(fleet, ranks, case, 1)
+    assert_holds(fleet, case, 1)
+    fleet.server(case).call("/weights_checker", {"action": "reset_tensors"})
+    publish(fleet, ranks, case, 2, nodes=("b",) * case.tp, bucket_bytes=16 << 10)
+    assert_holds(fleet, case, 2)
 
 
 def test_latent_attention_is_stale_where_the_model_does_not_derive_its_weights_anew(

@@ -51,7 +51,7 @@ def test_every_server_rank_ends_with_exactly_its_slices(
     for version, seed in enumerate([3, 4]):
         made.learn(seed)
         assert made.sync(version) == []
-        weights = as_sent(shape, tiny.weights(shape, seed), WIRE[dtype])
+        weights = tiny.as_sent(tiny.weights(shape, seed), WIRE[dtype])
         wanted = tiny.on_mesh(shape, server, weights)
         layout = made.senders[0].route(made.kind).destination
         for rank, (model, tensors) in enumerate(zip(made.models, wanted, strict=True)):
@@ -61,14 +61,6 @@ def test_every_server_rank_ends_with_exactly_its_slices(
                 kept = torch.float32 if name in wide else WIRE[dtype]
                 assert torch.equal(model.tensors[name], tensor.to(kept)), name
         assert [model.derived for model in made.models] == [version + 1] * server.tp
-
-
-def as_sent(shape: ModelShape, weights: tiny.Tensors, policy: torch.dtype) -> tiny.Tensors:
-    """The weights as float32 after a policy of type `policy` has held them: all but the biases."""
-    return {
-        name: tensor if "e_score_correction_bias" in name else tensor.to(policy).float()
-        for name, tensor in weights.items()
-    }
 
 
 def test_expert_bias_keeps_what_bfloat16_would_lose(rig: Callable[..., Rig]) -> None:

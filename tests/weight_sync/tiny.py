@@ -103,6 +103,14 @@ def logprobs(of: int, token_ids: Sequence[int]) -> list[float]:
     return [-((of * (2 * i + 1) + token) % 2**64) / 2**61 for i, token in enumerate(token_ids)]
 
 
+def as_sent(weights: Mapping[str, torch.Tensor], policy: torch.dtype) -> Tensors:
+    """The weights as float32 after a policy of type `policy` has held them: all but the biases."""
+    return {
+        name: tensor if "e_score_correction_bias" in name else tensor.to(policy).float()
+        for name, tensor in weights.items()
+    }
+
+
 def sha256(tensor: torch.Tensor) -> str:
     """SGLang's own checksum of a parameter on a CPU."""
     raw = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
