@@ -51,4 +51,5 @@ def build_weight_sync(learner: Learner) -> WeightSync:
         deadline_s=config.deadline.sync_s,
         place=Place(node_name(os.environ), int(os.environ.get("LOCAL_RANK", "0"))),
         bucket_bytes=config.weight_sync.bucket_mib << 20,
+        keep_arenas=config.placement.mode != "colocated",
     )

@@ -1,8 +1,7 @@
 """In which number format each parameter travels, and in which a server keeps it.
 
 Owns the translation of precisions into torch's types. A parameter travels in the policy's format,
-in float32 where it is float32 whatever the policy is (the router's expert bias, scales of blocks),
-or as float8. A server may
+or in float32 where it is float32 whatever the policy is (the router's expert bias). A server may
 keep what travels in the policy's format in float32 (GLM-4.5's router): it is widened on arrival,
 which loses nothing.
 """
@@ -10,7 +9,6 @@ which loses nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,28 +18,23 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.arena import Slot
 from megarl.reshard.layout import Layout
 from megarl.weight_sync.control import WIRE_DTYPES
-
-FIXED_DTYPES: Mapping[Precision, torch.dtype] = {
-    "float32": torch.float32,
-    "float8": torch.float8_e4m3fn,
-}
-"""Types of parameters whose precision is not the policy's."""
+from megarl.weight_sync.transport.arenas import AnyArena, AnyReader
 
 
 @dataclass(frozen=True)
 class WireFormat:
-    """The types on the wire: `policy` of all parameters but those that are named in `fixed`."""
+    """The types on the wire: `policy` of most parameters, float32 of those named in `float32`."""
 
     policy: torch.dtype
-    fixed: Mapping[str, torch.dtype]
+    float32: frozenset[str]
 
     def of(self, tensor: str) -> torch.dtype:
         """The type of a parameter."""
-        return self.fixed.get(tensor, self.policy)
+        return torch.float32 if tensor in self.float32 else self.policy
 
     def of_precision(self, precision: Precision) -> torch.dtype:
         """The type of parameters of one precision."""
-        return FIXED_DTYPES.get(precision, self.policy)
+        return torch.float32 if precision == "float32" else self.policy
 
 
 def policy_dtype(name: str) -> torch.dtype:
@@ -54,18 +47,22 @@ def policy_dtype(name: str) -> torch.dtype:
 def wire_format(name: str, layout: Layout) -> WireFormat:
     """The types of all parameters of `layout`, whose policy has the format `name`.
 
-    Raises WeightSyncError for an unknown name.
+    Raises WeightSyncError for an unknown name, and for parameters of precisions that no sync
+    carries.
     """
-    fixed = {
-        parameter.name: FIXED_DTYPES[parameter.precision]
-        for parameter in layout.parameters
-        if parameter.precision in FIXED_DTYPES
-    }
-    return WireFormat(policy_dtype(name), fixed)
+    precisions = {parameter.name: parameter.precision for parameter in layout.parameters}
+    other = [tensor for tensor, p in precisions.items() if p not in ("policy", "float32")]
+    if other:
+        raise WeightSyncError(
+            f"{other[0]} is {precisions[other[0]]}, which a weight sync does not carry; use "
+            "servers in the policy's precision"
+        )
+    float32 = frozenset(tensor for tensor, p in precisions.items() if p == "float32")
+    return WireFormat(policy_dtype(name), float32)
 
 
-def staged(data: torch.Tensor, slot: Slot, wire: WireFormat) -> torch.Tensor:
-    """The tensor in a slot of an arena's bytes `data`, without a copy."""
+def staged(arena: AnyArena | AnyReader, slot: Slot, wire: WireFormat) -> torch.Tensor:
+    """The tensor in a slot of an arena, without a copy."""
     dtype = wire.of_precision(slot.precision)
     num_bytes = math.prod(slot.shape) * dtype.itemsize
-    return data[slot.offset : slot.offset + num_bytes].view(dtype).view(slot.shape)
+    return arena.view(slot.offset, num_bytes).view(dtype).view(slot.shape)

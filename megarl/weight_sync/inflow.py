@@ -13,21 +13,22 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.reshard import execute
 from megarl.reshard.layout import num_elements
-from megarl.weight_sync import packing, parcels
+from megarl.weight_sync import batches, packing, parcels
 from megarl.weight_sync.control import ControlMessage
 from megarl.weight_sync.formats import staged
 from megarl.weight_sync.parcels import Parcel
-from megarl.weight_sync.route import Route
+from megarl.weight_sync.route import Route, Source
+from megarl.weight_sync.transport.arenas import AnyReader, open_arena
 from megarl.weight_sync.transport.p2p import Peers
-from megarl.weight_sync.transport.shared import ArenaReader, ArenaRef
 
 
 class ArenaInflow:
-    """Copies out of the shared memory of learner ranks on this node, which stays mapped."""
+    """Copies out of the arenas of learner ranks on this node, which stay open where they may."""
 
     def __init__(self) -> None:
-        self._readers: dict[int, ArenaReader] = {}
+        self._readers: dict[int, AnyReader] = {}
         self._route: Route | None = None
+        self._batches: dict[int, tuple[object, tuple[batches.Copy, ...]]] = {}
 
     def open(
         self, message: ControlMessage, route: Route, device: torch.device, until: float
@@ -37,23 +38,40 @@ class ArenaInflow:
         missing = [rank for rank in route.sources if rank not in message.arenas]
         if missing:
             raise WeightSyncError(f"the message names no arena of learner ranks {missing}")
-        kept: dict[int, ArenaReader] = {}
+        for rank, reader in list(self._readers.items()):  # first: no memory is opened twice
+            if rank not in route.sources or reader.ref != message.arenas[rank]:
+                self._readers.pop(rank).close()
         for rank, source in route.sources.items():
-            ref: ArenaRef = message.arenas[rank]
-            reader = self._readers.get(rank)
-            if reader is None or reader.ref != ref:
-                reader = ArenaReader(ref, source.digest)
-            kept[rank] = reader
-        self._readers = kept
+            if rank not in self._readers:
+                reader = open_arena(message.arenas[rank], source.digest, device)
+                self._readers[rank] = reader
         self.check(message)
 
     def fill(self, parameters: Mapping[str, torch.Tensor], until: float) -> None:
         """Copy every box."""
         assert self._route is not None, "open comes first"
         for rank, source in self._route.sources.items():
-            data, wire = self._readers[rank].data, self._route.wire
-            views = {name: staged(data, slot, wire) for name, slot in source.slots.items()}
-            execute.run(source.moves, views, parameters)
+            reader, wire = self._readers[rank], self._route.wire
+            views = {name: staged(reader, slot, wire) for name, slot in source.slots.items()}
+            if batches.pays(next(iter(parameters.values())).device):
+                batches.run(self._batch(rank, source, views, parameters), views, parameters)
+            else:
+                execute.run(source.moves, views, parameters)
+
+    def _batch(
+        self,
+        rank: int,
+        source: Source,
+        views: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+    ) -> tuple[batches.Copy, ...]:
+        """The copies out of one arena, worked out anew where anything they depend on changed."""
+        key = (source.digest, batches.key(views), batches.key(parameters))
+        found = self._batches.get(rank)
+        if found is None or found[0] != key:
+            found = (key, batches.batch(source.moves, views, parameters))
+            self._batches[rank] = found
+        return found[1]
 
     def check(self, message: ControlMessage) -> None:
         """See that the arenas hold this publish, before and after they are read."""
@@ -67,6 +85,12 @@ class ArenaInflow:
 
     def refuse(self, message: ControlMessage, why: str) -> None:
         """Nobody waits for a reader."""
+
+    def let_go(self) -> None:
+        """Close what is the learner's own memory, before it hears that it may use it again."""
+        for rank, reader in list(self._readers.items()):
+            if not reader.is_lasting:
+                self._readers.pop(rank).close()
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
@@ -117,6 +141,9 @@ class MessageInflow:
 
     def check(self, message: ControlMessage) -> None:
         """A group carries one sync at a time: nothing to see."""
+
+    def let_go(self) -> None:
+        """A group is kept."""
 
     def refuse(self, message: ControlMessage, why: str) -> None:
         """Tell the group not to wait for this rank."""

@@ -24,7 +24,7 @@ from megarl.reshard import execute
 from megarl.reshard.layout import Piece, RankLayout
 from megarl.weight_sync import acks
 from megarl.weight_sync.acks import Ack
-from megarl.weight_sync.checksum import box_checksum
+from megarl.weight_sync.checksum_triton import BoxValues, box_checksums
 from megarl.weight_sync.control import ControlMessage, decode
 from megarl.weight_sync.inflow import ArenaInflow, MessageInflow
 from megarl.weight_sync.parcels import server_member
@@ -34,9 +34,6 @@ from megarl.weight_sync.transport.meeting import bounded
 
 log = logging.getLogger(__name__)
 
-KV_CACHE_SCALES = (".k_scale", ".v_scale")
-"""Ends of names of parameters that SGLang gives an attention in a quantized model. They scale the
-KV cache, no policy has them, and checkpoints without them leave them unset."""
 _ENDING_S = 10.0  # after a rank's own waiting: until its sender has made its last call
 
 
@@ -62,12 +59,16 @@ class Receiver:
     def receive(self, model: torch.nn.Module, message: ControlMessage) -> Ack:
         """Carry out one sync and say how it went. Raises nothing but what ends a process."""
         try:
-            return self._sync(model, message)
+            ack = self._sync(model, message)
+            for inflow in self._inflows:
+                inflow.let_go()
+            return ack
         except Exception as error:  # noqa: BLE001 - raising ends the server
             log.warning("weight sync refused stamp=%s error=%s", message.stamp, error)
             text = in_words(error)
             for inflow in self._inflows:
                 inflow.refuse(message, text)
+                inflow.let_go()
             return Ack(message.token, False, text, host=socket.gethostname(), pid=os.getpid())
 
     def acknowledge(self, message: ControlMessage, ack: Ack) -> None:
@@ -106,7 +107,7 @@ class Receiver:
         for inflow in self._inflows:
             inflow.check(message)
         _check_paddings(route.mine, parameters)
-        sums = tuple(_checksum(piece, parameters, route) for piece in route.pieces)
+        sums = tuple(box_checksums([_sent(piece, parameters, route) for piece in route.pieces]))
         moved: dict[str, int] = {}
         for inflow in self._inflows:
             moved.update(inflow.moved_bytes)
@@ -171,14 +172,10 @@ def live_tensors(model: torch.nn.Module, route: Route) -> dict[str, torch.Tensor
     """The model's parameters and buffers that the sync fills, by name.
 
     Raises WeightSyncError where they are not those of the layout, one and all: only a buffer may be
-    one that the policy does not know (a table of rotary angles), and scales of the KV cache.
+    one that the policy does not know (a table of rotary angles).
     """
     expected = route.expected
-    parameters = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if not name.endswith(KV_CACHE_SCALES)
-    }
+    parameters = dict(model.named_parameters())
     found = {**dict(model.named_buffers()), **parameters}
     unknown, missing = parameters.keys() - expected.keys(), expected.keys() - found.keys()
     if unknown or missing:
@@ -209,8 +206,8 @@ def derive_weights(model: torch.nn.Module) -> None:
         step()
 
 
-def _checksum(piece: Piece, tensors: Mapping[str, torch.Tensor], route: Route) -> int:
-    """The sum over what one piece now is, in the type in which it travels.
+def _sent(piece: Piece, tensors: Mapping[str, torch.Tensor], route: Route) -> BoxValues:
+    """What one piece now is, in the type in which it travels.
 
     Raises WeightSyncError where the server's wider type holds what that type cannot.
     """
@@ -221,7 +218,7 @@ def _checksum(piece: Piece, tensors: Mapping[str, torch.Tensor], route: Route) -
             f"{piece.tensor} {piece.box}: the server holds {values.dtype} values that did not "
             f"come as {sent.dtype}; nothing else may write to {piece.local}"
         )
-    return box_checksum(sent, piece.tensor, route.shapes[piece.tensor], piece.box)
+    return BoxValues(sent, piece.tensor, route.shapes[piece.tensor], piece.box)
 
 
 def _check_unpacked(model: torch.nn.Module) -> None:

@@ -20,17 +20,19 @@ from megarl.reshard.execute import held
 from megarl.reshard.layout import Layout, Piece
 from megarl.reshard.placement import Device
 from megarl.reshard.plan import Plan
+from megarl.reshard.sglang import sglang_layout
 from megarl.reshard.store import cached_plan
 from megarl.weight_sync import coverage, packing, parcels
-from megarl.weight_sync.checksum import add, box_checksum
+from megarl.weight_sync.checksum import add
+from megarl.weight_sync.checksum_triton import BoxValues, box_checksums
 from megarl.weight_sync.control import SourceSpec, arena_digest
 from megarl.weight_sync.formats import staged, wire_format
 from megarl.weight_sync.parcels import Parcel
 from megarl.weight_sync.places import ServerKind, placement
-from megarl.weight_sync.quantized import QuantizedWeights
+from megarl.weight_sync.transport.arenas import AnyArena, make_arena, memory_of
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.p2p import Peers
-from megarl.weight_sync.transport.shared import Arena, ArenaRef
+from megarl.weight_sync.transport.shared import ArenaRef
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,9 @@ class Route:
 class Sender:
     """One learner rank's part in every publish. `parameters` are its live tensors by local name.
 
-    `devices` are those of all learner ranks; without them all is on one node. Raises
-    WeightSyncError where the parameters are not those of the layout.
+    `devices` are those of all learner ranks; without them all is on one node. Without `keep_arenas`
+    a GPU's memory for staging is given back after every publish. Raises WeightSyncError where the
+    parameters are not those of the layout.
     """
 
     def __init__(
@@ -70,51 +73,24 @@ class Sender:
         dtype: str,
         devices: Sequence[Device] = (),
         bucket_bytes: int = 64 << 20,
+        keep_arenas: bool = True,
     ) -> None:
         self.layout = source.layout()
         self.wire = wire_format(dtype, self.layout)
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._parameters = parameters
         self._devices, self._bucket_bytes = tuple(devices), bucket_bytes
+        self._keep_arenas = keep_arenas
         self._shapes = {parameter.name: parameter.shape for parameter in self.layout.parameters}
         self._mine = self.layout.rank(rank)
         self._share = Cover(self.layout).share(rank)
         self._routes: dict[ServerKind, Route] = {}
-        self._arenas: dict[ServerKind, tuple[int, Arena]] = {}
+        self._arenas: dict[ServerKind, tuple[int, AnyArena]] = {}
         self._peers: dict[str, Peers] = {}
-        self._quantized = self._quantizer()
         self._check()
-        self._sent = self._parameters
-
-    def _quantizer(self) -> QuantizedWeights | None:
-        if self._source.float8 is None:
-            return None
-        known = {parameter.name: parameter for parameter in self.layout.parameters}
-        return QuantizedWeights(self._parameters, self._mine, known, self._source.float8)
-
-    def prepare(self) -> None:
-        """Take the parameters as they are now for what is summed, staged and sent from here on.
-
-        Quantizes what travels as float8; without any there is nothing to do. Raises WeightSyncError
-        where a number to be quantized is not finite.
-        """
-        if self._quantized is None:
-            return
-        try:
-            self._sent = self._quantized.refresh()
-        except FloatingPointError as error:
-            raise WeightSyncError(
-                f"learner rank {self._rank}: {error}; nothing was sent"
-            ) from error
-
-    @property
-    def quantization_errors(self) -> Mapping[str, tuple[float, float]]:
-        """What `prepare` lost to float8 on this rank, by weight: see `QuantizedWeights.errors`."""
-        return self._quantized.errors if self._quantized is not None else {}
 
     def _check(self) -> None:
-        added = self._quantized.added if self._quantized is not None else ()
-        expected = {t.name: t.shape for t in self._mine.tensors if t.name not in added}
+        expected = {tensor.name: tensor.shape for tensor in self._mine.tensors}
         missing = sorted(expected.keys() - self._parameters.keys())
         unknown = sorted(self._parameters.keys() - expected.keys())
         if missing or unknown:
@@ -132,7 +108,7 @@ class Sender:
     def route(self, kind: ServerKind) -> Route:
         """The plan to servers of `kind`, made once. Raises LayoutError where there can be none."""
         if kind not in self._routes:
-            destination = self._source.server_layout(kind.mesh)
+            destination = sglang_layout(self._source.shape, kind.mesh)
             where = placement(self._devices, kind.devices)
             plan = cached_plan(self.layout, destination, where, self.wire.policy.itemsize)
             slots, num_bytes = arena_layout(self._mine, plan)
@@ -154,44 +130,92 @@ class Sender:
         Raises WeightSyncError for weights that are no numbers: nobody is to sample from them.
         """
         sums: dict[str, int] = {}
+        extremes: list[torch.Tensor] = []
+        together: list[BoxValues] = []
         for piece in self._share:
-            values = held(piece, self._sent).detach().to(self.wire.of(piece.tensor))
-            is_float8 = values.element_size() == 1  # which was seen to be finite when it was made
-            if not (is_float8 or torch.stack(torch.aminmax(values)).isfinite().all()):
-                raise WeightSyncError(_not_finite(piece, values))
-            part = box_checksum(values, piece.tensor, self._shapes[piece.tensor], piece.box)
-            sums[piece.tensor] = add([sums.get(piece.tensor, 0), part])
+            live = held(piece, self._parameters).detach()
+            values = live.to(self.wire.of(piece.tensor))
+            extremes.append(torch.stack(torch.aminmax(values)).float())
+            box = BoxValues(values, piece.tensor, self._shapes[piece.tensor], piece.box)
+            if values is live:
+                together.append(box)
+            else:  # a copy: it goes before the next one is made
+                _add_up(sums, [box])
+        finite = torch.stack(extremes).isfinite().all(dim=1).tolist()  # a GPU is asked once
+        if not all(finite):
+            raise WeightSyncError(self._not_finite(self._share[finite.index(False)]))
+        _add_up(sums, together)
         return sums
+
+    def _not_finite(self, piece: Piece) -> str:
+        """Where weights are no numbers, and what to do."""
+        values = held(piece, self._parameters).detach().to(self.wire.of(piece.tensor))
+        wrong = values.numel() - int(values.isfinite().sum())
+        return (
+            f"{piece.tensor} {piece.box}: {wrong} of {values.numel()} weights are not finite in "
+            f"{values.dtype}; the policy has diverged, resume from an earlier checkpoint"
+        )
 
     def stage(self, kind: ServerKind, generation: int, stamp: str) -> ArenaRef | None:
         """Copy, in the wire dtype, what servers of this node read; None where that is nothing.
 
         An arena lives as long as its generation. A new number makes a new one: the old one may
-        still be read by a server that did not answer.
+        still be read by a server that did not answer. Nothing is copied where servers can read
+        the parameters themselves: until `withdraw` they must not change.
         """
         route = self.route(kind)
         if not route.slots:
             return None
         arena = self._arena(kind, generation, route)
         arena.stamp("")  # nobody takes it for whole while it is written
-        self._copy(arena, route)
+        if not arena.is_direct:
+            self._copy(arena, route)
         arena.stamp(stamp)
         return arena.ref
 
-    def _arena(self, kind: ServerKind, generation: int, route: Route) -> Arena:
+    def _arena(self, kind: ServerKind, generation: int, route: Route) -> AnyArena:
         current = self._arenas.get(kind)
-        if current is not None and current[0] == generation and current[1].is_whole:
+        if (
+            current is not None
+            and current[0] == generation
+            and current[1].is_lasting
+            and current[1].is_whole
+        ):
             return current[1]
         if current is not None:
             del self._arenas[kind]
             current[1].close()
-        arena = Arena(self._run_id, generation, self._rank, route.num_bytes, route.digest)
+        device = next(iter(self._parameters.values())).device
+        arena = make_arena(
+            memory_of(device),
+            self._run_id,
+            generation,
+            self._rank,
+            route.num_bytes,
+            route.digest,
+            self._live(route),
+            self._keep_arenas,
+        )
         self._arenas[kind] = (generation, arena)
         return arena
 
-    def _copy(self, arena: Arena, route: Route) -> None:
+    def _live(self, route: Route) -> dict[int, torch.Tensor] | None:
+        """The parameters by their places in an arena; None where one travels in another type."""
+        live = {slot.offset: self._parameters[name] for name, slot in route.slots.items()}
+        types = [self.wire.of_precision(slot.precision) for slot in route.slots.values()]
+        same = all(t.dtype == dtype for t, dtype in zip(live.values(), types, strict=True))
+        return live if same else None
+
+    def _copy(self, arena: AnyArena, route: Route) -> None:
         for name, slot in route.slots.items():
-            staged(arena.data, slot, self.wire).copy_(self._sent[name].detach())
+            staged(arena, slot, self.wire).copy_(self._parameters[name].detach())
+
+    def withdraw(self) -> None:
+        """Every server has answered or is given up: parameters may change and be moved."""
+        for kind, (_, arena) in list(self._arenas.items()):
+            if not arena.is_lasting:
+                del self._arenas[kind]
+                arena.close()
 
     def sends_to(self, kind: ServerKind) -> bool:
         """Whether this rank has messages for servers of `kind`."""
@@ -205,7 +229,7 @@ class Sender:
         """
         route, peers = self.route(kind), self.peers(server)
         peers.join(call, until)
-        peers.run(call, packing.outgoing(route.parcels, self._sent, self.wire), until)
+        peers.run(call, packing.outgoing(route.parcels, self._parameters, self.wire), until)
         return sum(parcel.num_bytes for parcel in route.parcels)
 
     def peers(self, server: str) -> Peers:
@@ -225,10 +249,7 @@ class Sender:
         self._arenas.clear()
 
 
-def _not_finite(piece: Piece, values: torch.Tensor) -> str:
-    """Where weights are no numbers, and what to do."""
-    wrong = values.numel() - int(values.isfinite().sum())
-    return (
-        f"{piece.tensor} {piece.box}: {wrong} of {values.numel()} weights are not finite in "
-        f"{values.dtype}; the policy has diverged, resume from an earlier checkpoint"
-    )
+def _add_up(sums: dict[str, int], boxes: Sequence[BoxValues]) -> None:
+    """Add each box's checksum to its tensor's."""
+    for box, part in zip(boxes, box_checksums(boxes), strict=True):
+        sums[box.name] = add([sums.get(box.name, 0), part])

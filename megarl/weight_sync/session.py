@@ -34,7 +34,6 @@ from megarl.weight_sync.control import (
 from megarl.weight_sync.exchange import Evidence, publish_to, transfer_until
 from megarl.weight_sync.parcels import learner_member, senders
 from megarl.weight_sync.places import Place, ServerKind, learner_devices, server_devices
-from megarl.weight_sync.quantized import by_layer
 from megarl.weight_sync.sender import Sender
 from megarl.weight_sync.together import from_all, from_first
 from megarl.weight_sync.transport.meeting import Call
@@ -76,7 +75,6 @@ class Staged:
     error: str = ""
     sums: Mapping[str, int] = field(default_factory=dict)
     arenas: Mapping[ServerKind, ArenaRef] = field(default_factory=dict)
-    lost: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # to float8, by weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,8 @@ class WeightSync:
     store listens on. `place` is where this rank runs: servers of its node read its arenas, servers
     of other nodes are sent messages of at most `bucket_bytes`; None where all is on one node.
     `server_mesh` says what SGLang's arguments do to the servers' layout, beside the sizes that each
-    server says of itself. Making one is collective over the group.
+    server says of itself. Without `keep_arenas` a GPU's memory for staging is given back after each
+    publish. Making one is collective over the group.
     """
 
     def __init__(
@@ -117,6 +116,7 @@ class WeightSync:
         deadline_s: float = 300.0,
         place: Place | None = None,
         bucket_bytes: int = 64 << 20,
+        keep_arenas: bool = True,
     ) -> None:
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._group, self._deadline_s = group, deadline_s
@@ -124,7 +124,9 @@ class WeightSync:
         self._bucket_bytes = bucket_bytes
         self._places = self._gather(place or Place("", rank))
         self._devices = learner_devices(self._places)
-        self.sender = Sender(run_id, source, rank, parameters, dtype, self._devices, bucket_bytes)
+        self.sender = Sender(
+            run_id, source, rank, parameters, dtype, self._devices, bucket_bytes, keep_arenas
+        )
         self._board = AckBoard(host) if rank == 0 else None
         self._generations: dict[ServerKind, int] = {}
         self._next_generation = 0
@@ -154,6 +156,7 @@ class WeightSync:
         report = self._broadcast(self._deliver(order, servers, staged, until) if first else None)
         for thread in sending:
             thread.join(max(0.0, until + _GRACE_S - time.monotonic()))
+        self.sender.withdraw()
         if not isinstance(report, SyncReport):
             raise WeightSyncError(f"version {version} was not published: {report}")
         return replace(report, took_s=time.monotonic() - start)
@@ -193,15 +196,13 @@ class WeightSync:
     def _stage(self, order: Order) -> Staged:
         """This rank's part. Raises nothing: the other ranks would wait for ever."""
         try:
-            if order.generations:
-                self.sender.prepare()
             sums = self.sender.checksums() if order.generations else {}
             arenas: dict[ServerKind, ArenaRef] = {}
             for kind, generation in order.generations:
                 ref = self.sender.stage(kind, generation, stamp(order.version, order.attempt))
                 if ref is not None:
                     arenas[kind] = ref
-            return Staged(self._rank, "", sums, arenas, self.sender.quantization_errors)
+            return Staged(self._rank, "", sums, arenas)
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the gather
             text = in_words(error)
             return Staged(self._rank, f"learner rank {self._rank}: {text}")
@@ -249,7 +250,7 @@ class WeightSync:
         """Rank 0's part, up to the report. Raises nothing, as the other ranks wait for it."""
         try:
             outcomes = self._drive(order, servers, staged, until)
-            report = self._report(order, outcomes, by_layer(part.lost for part in staged))
+            report = self._report(order, outcomes)
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the broadcast
             return in_words(error)
         log.info(
@@ -344,9 +345,7 @@ class WeightSync:
             for tp_rank in range(mesh.tp)
         ]
 
-    def _report(
-        self, order: Order, outcomes: Sequence[_Outcome], lost: Mapping[str, float]
-    ) -> SyncReport:
+    def _report(self, order: Order, outcomes: Sequence[_Outcome]) -> SyncReport:
         """Bytes over all servers: what they took, what they hold, what was sent by network."""
         width = self.sender.wire.policy.itemsize
         routes = [self.sender.route(target.kind) for target in order.targets]
@@ -354,10 +353,7 @@ class WeightSync:
         moved = sum(outcome.moved_bytes for outcome in outcomes)
         sent = sum(outcome.network_bytes for outcome in outcomes)
         results = tuple(outcome.result for outcome in outcomes)
-        for layer, error in lost.items():
-            log.info("weights quantized layer=%s relative_error=%.2e", layer, error)
-        worst = max(lost.values(), default=0.0)
-        return SyncReport(order.version, results, moved, minimum, 0.0, sent, worst)
+        return SyncReport(order.version, results, moved, minimum, 0.0, sent)
 
     def _broadcast(self, value: object) -> object:
         """Rank 0's value, on every rank."""

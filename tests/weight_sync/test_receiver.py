@@ -19,6 +19,7 @@ from megarl.reshard import execute
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.weight_sync import coverage, receiver
 from megarl.weight_sync.acks import Ack
+from megarl.weight_sync.checksum import box_checksum
 from megarl.weight_sync.control import WIRE_DTYPES, SourceSpec, decode
 from megarl.weight_sync.receiver import Receiver
 from tests.reshard.models import tiny_shape
@@ -95,7 +96,7 @@ def test_a_doubled_or_swapped_copy_is_seen_in_the_checksums(simple: Rig) -> None
         for p in coverage.held(simple.senders[0].route(simple.kind).destination)[0]
         if p.local == name
     )
-    before = receiver.box_checksum(down, piece.tensor, (64, 64), piece.box)
+    before = box_checksum(down, piece.tensor, (64, 64), piece.box)
     for tamper in (
         lambda: down[[0, 1]].clone(),  # swapped rows
         lambda: down[[1, 1]].clone(),  # one row twice
@@ -103,7 +104,7 @@ def test_a_doubled_or_swapped_copy_is_seen_in_the_checksums(simple: Rig) -> None
     ):
         kept = down.clone()
         down[[1, 0]] = tamper()
-        assert receiver.box_checksum(down, piece.tensor, (64, 64), piece.box) != before
+        assert box_checksum(down, piece.tensor, (64, 64), piece.box) != before
         down.copy_(kept)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -44,7 +43,7 @@ def weights(shape: ModelShape, seed: int) -> Tensors:
 
 def on_learner(source: SourceSpec, tensors: Mapping[str, torch.Tensor]) -> list[Tensors]:
     """The parameters of every learner rank, placed by the planner; padding rows hold garbage."""
-    layout = replace(source, float8=None).layout()
+    layout = source.layout()
     plan = make_plan(full_layout(layout.table), layout)
     ranks = []
     for rank in layout.ranks:

@@ -33,6 +33,9 @@ class Inflow(Protocol):
     def refuse(self, message: ControlMessage, why: str) -> None:
         """Tell the others that this rank does not go on, and drop what the sync has opened."""
 
+    def let_go(self) -> None:
+        """Close what must not be open between syncs, whether the sync went well or not."""
+
     @property
     def moved_bytes(self) -> Mapping[str, int]:
         """Bytes that the last `fill` wrote, by link."""

@@ -37,13 +37,15 @@ class ArenaRef:
     """What a reader needs to find one arena and to know that it is the right one.
 
     `nonce` is new for every arena, so that a name used again is not mistaken for it; `host` is
-    where it was made.
+    where it was made. `gpu` is the UUID of the GPU whose memory holds the data, and the file only
+    says where (`cuda_ipc`); empty where the file holds them.
     """
 
     name: str
     num_bytes: int
     nonce: str
     host: str
+    gpu: str = ""
 
 
 def arena_name(run_id: str, generation: int, rank: int) -> str:
@@ -100,6 +102,14 @@ class Arena:
                 f"{free.f_bavail * free.f_frsize} are free; give {FOLDER} more room"
             ) from error
 
+    is_lasting = True
+    is_direct = False
+    """It may stay open between syncs, and its bytes are copies."""
+
+    def view(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Bytes [offset, offset + num_bytes), without a copy."""
+        return self.data[offset : offset + num_bytes]
+
     @property
     def is_whole(self) -> bool:
         """Whether readers still find it under its name, as it was made."""
@@ -124,7 +134,7 @@ class Arena:
 
 
 class ArenaReader:
-    """One arena, mapped for reading in another process. Drop it to unmap it.
+    """One arena, mapped for reading in another process. Unmapped with its last view.
 
     Raises WeightSyncError where the arena is not there, or is not the one that `ref` and `digest`
     name.
@@ -165,6 +175,17 @@ class ArenaReader:
                 f"({num_bytes} bytes, digest {found.decode(errors='replace')[:12]}; expected "
                 f"{self.ref.num_bytes}, {self._digest[:12]}); refused"
             )
+
+    is_lasting = True
+    """It may stay open between syncs."""
+
+    def view(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Bytes [offset, offset + num_bytes), without a copy."""
+        return self.data[offset : offset + num_bytes]
+
+    def close(self) -> None:
+        """Drop the bytes."""
+        self.data = torch.empty(0, dtype=torch.uint8)
 
     @property
     def stamp(self) -> str:

@@ -1,0 +1,218 @@
+"""Many copies between tensors of one device in a few calls.
+
+A plan's moves are boxes; on a GPU each would cost a launch, and Python more than the copy. Owns
+putting boxes that repeat at equal distances together into one strided view, in units as wide as the
+memory allows, and copying all views at once. Knows nothing of plans, arenas or checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megarl.reshard import execute
+from megarl.reshard.moves import Move
+
+# In the order tried. Copies do not compute: 16 bytes of any type travel as one complex number.
+_UNITS = {16: torch.complex128, 8: torch.int64, 4: torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided view of the tensor `name`: its offset from the first element, sizes, strides."""
+
+    name: str
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy one view into another, of equal sizes, in units of `unit` bytes (0: elements).
+
+    `is_plain` says that both sides are contiguous and of one type.
+    """
+
+    source: View
+    destination: View
+    unit: int = 0
+    is_plain: bool = False
+
+
+def pays(device: torch.device) -> bool:
+    """Whether batches are quicker than single copies into tensors of `device`."""
+    return device.type != "cpu"
+
+
+def batch(
+    moves: Iterable[Move],
+    sources: Mapping[str, torch.Tensor],
+    destinations: Mapping[str, torch.Tensor],
+) -> tuple[Copy, ...]:
+    """The copies that carry out `moves` between tensors of these shapes, strides and dtypes.
+
+    Good for as long as `key` of both sides stays the same.
+    """
+    found: list[Copy] = []
+    pending: list[Copy] = []
+    for move in moves:
+        copy = Copy(
+            _view(move.src_local, sources, execute.read(move, sources)),
+            _view(move.dst_local, destinations, execute.written(move, destinations)),
+        )
+        if pending and not _continues(pending, copy):
+            found.append(_merged(pending))
+            pending = []
+        pending.append(copy)
+    if pending:
+        found.append(_merged(pending))
+    return tuple(_widened(copy, sources, destinations) for copy in found)
+
+
+def key(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
+    """What a batch depends on of one side's tensors."""
+    return tuple(
+        (name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
+        for name, t in tensors.items()
+    )
+
+
+def run(
+    copies: Sequence[Copy],
+    sources: Mapping[str, torch.Tensor],
+    destinations: Mapping[str, torch.Tensor],
+) -> int:
+    """Carry out all copies; returns the number of calls it took.
+
+    Contiguous ones share a kernel launch where torch can do that; it loops over the others itself.
+    """
+    units: dict[tuple[int, str, int], torch.Tensor] = {}
+    dense: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    strided: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for copy in copies:
+        into = dense if copy.is_plain else strided
+        into[0].append(_tensor(copy.destination, copy.unit, destinations, 0, units))
+        into[1].append(_tensor(copy.source, copy.unit, sources, 1, units))
+    for to, of in (dense, strided):
+        if to:
+            torch._foreach_copy_(to, of)
+    return bool(dense[0]) + bool(strided[0])
+
+
+def _view(name: str, tensors: Mapping[str, torch.Tensor], part: torch.Tensor) -> View:
+    offset = int(part.storage_offset()) - int(tensors[name].storage_offset())
+    return View(name, offset, tuple(part.shape), tuple(part.stride()))
+
+
+def _continues(pending: list[Copy], copy: Copy) -> bool:
+    """Whether `copy` is one more of the pending ones, at the distance that they have."""
+    last = pending[-1]
+    for mine, theirs in ((copy.source, last.source), (copy.destination, last.destination)):
+        same = (mine.name, mine.sizes, mine.strides) == (theirs.name, theirs.sizes, theirs.strides)
+        if not same or mine.offset <= theirs.offset:
+            return False
+    return len(pending) == 1 or _steps(last, copy) == _steps(pending[0], pending[1])
+
+
+def _steps(first: Copy, second: Copy) -> tuple[int, int]:
+    return (
+        second.source.offset - first.source.offset,
+        second.destination.offset - first.destination.offset,
+    )
+
+
+def _merged(pending: list[Copy]) -> Copy:
+    """One copy, with the repetition as its first dim, and without dims that need not be."""
+    first = pending[0]
+    if len(pending) > 1:
+        steps = _steps(first, pending[1])
+        views = [
+            View(view.name, view.offset, (len(pending), *view.sizes), (step, *view.strides))
+            for view, step in zip((first.source, first.destination), steps, strict=True)
+        ]
+        first = Copy(views[0], views[1])
+    return _folded(first)
+
+
+def _folded(copy: Copy) -> Copy:
+    """The same copy with neighbouring dims put together where both sides allow it."""
+    dims: list[tuple[int, int, int]] = []  # size, stride of the source, of the destination
+    for size, a, b in zip(
+        copy.source.sizes, copy.source.strides, copy.destination.strides, strict=True
+    ):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * a and dims[-1][2] == size * b:
+            dims[-1] = (dims[-1][0] * size, a, b)
+        else:
+            dims.append((size, a, b))
+    dims = dims or [(1, 1, 1)]
+    sizes = tuple(size for size, _, _ in dims)
+    return Copy(
+        View(copy.source.name, copy.source.offset, sizes, tuple(a for _, a, _ in dims)),
+        View(copy.destination.name, copy.destination.offset, sizes, tuple(b for _, _, b in dims)),
+    )
+
+
+def _is_dense(view: View) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(view.sizes), reversed(view.strides), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _widened(
+    copy: Copy, sources: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]
+) -> Copy:
+    """The copy in the widest unit in which both sides are whole; as it is where types differ."""
+    sides = ((copy.source, sources), (copy.destination, destinations))
+    if sources[copy.source.name].dtype != destinations[copy.destination.name].dtype:
+        return copy
+    is_plain = _is_dense(copy.source) and _is_dense(copy.destination)
+    itemsize = sources[copy.source.name].element_size()
+    for unit in _UNITS:
+        ratio = unit // itemsize
+        if ratio > 1 and all(_fits(view, tensors[view.name], ratio) for view, tensors in sides):
+            views = [_in_units(view, ratio) for view, _ in sides]
+            return Copy(views[0], views[1], unit, is_plain)
+    return replace(copy, is_plain=is_plain)
+
+
+def _fits(view: View, tensor: torch.Tensor, ratio: int) -> bool:
+    unit = ratio * tensor.element_size()
+    numbers = (view.offset, view.sizes[-1], *view.strides[:-1], tensor.numel())
+    return (
+        view.strides[-1] == 1
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % unit == 0
+        and tensor.storage_offset() % ratio == 0
+        and all(number % ratio == 0 for number in numbers)
+    )
+
+
+def _in_units(view: View, ratio: int) -> View:
+    sizes = (*view.sizes[:-1], view.sizes[-1] // ratio)
+    strides = (*(stride // ratio for stride in view.strides[:-1]), 1)
+    return View(view.name, view.offset // ratio, sizes, strides)
+
+
+def _tensor(
+    view: View,
+    unit: int,
+    tensors: Mapping[str, torch.Tensor],
+    side: int,
+    units: dict[tuple[int, str, int], torch.Tensor],
+) -> torch.Tensor:
+    """The view itself; `units` keeps each whole tensor in each unit for the next views of it."""
+    whole = units.get((side, view.name, unit))
+    if whole is None:
+        whole = tensors[view.name].detach()
+        if unit:
+            whole = whole.view(-1).view(_UNITS[unit])
+        units[side, view.name, unit] = whole
+    return whole.as_strided(view.sizes, view.strides, whole.storage_offset() + view.offset)

@@ -1,0 +1,89 @@
+"""Which memory an arena lies in: a GPU's where servers of the node can open it, else the host's.
+
+Owns that choice on both sides, and says in the log what it was. Knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.weight_sync.transport.cuda_driver import DeviceMemory, cuda
+from megarl.weight_sync.transport.cuda_ipc import CudaArena, CudaArenaReader, can_stage
+from megarl.weight_sync.transport.shared import Arena, ArenaReader, ArenaRef
+
+log = logging.getLogger(__name__)
+
+AnyArena = Arena | CudaArena
+AnyReader = ArenaReader | CudaArenaReader
+
+
+@cache
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """The GPU memory for arenas of tensors on `device`; None where they belong into the host's.
+
+    Tries, once, whether this process can export memory of the GPU.
+    """
+    if device.type != "cuda":
+        return None
+    memory = cuda(device)
+    verdict = can_stage(memory)
+    if not verdict.ok:
+        log.warning("arenas are in host memory gpu=%s why=%s", memory.gpu, verdict.why)
+        return None
+    return memory
+
+
+def make_arena(
+    memory: DeviceMemory | None,
+    run_id: str,
+    generation: int,
+    rank: int,
+    num_bytes: int,
+    digest: str,
+    live: Mapping[int, torch.Tensor] | None = None,
+    is_lasting: bool = True,
+) -> AnyArena:
+    """An arena of `num_bytes` in `memory`, or in the host's.
+
+    `live` are tensors that hold, as they are, what is to lie at their offsets: where their memory
+    can be exported, the arena is made of them and nothing is copied. `is_lasting` is `staged`'s.
+    """
+    if memory is None:
+        return Arena(run_id, generation, rank, num_bytes, digest)
+    why = "it travels in another type"
+    if live is not None:
+        try:
+            arena = CudaArena.direct(memory, run_id, generation, rank, live, digest)
+        except WeightSyncError as error:
+            why = str(error)
+        else:
+            log.info("arena made kind=direct gpu=%s bytes=%d", memory.gpu, num_bytes)
+            return arena
+    arena = CudaArena.staged(memory, run_id, generation, rank, num_bytes, digest, is_lasting)
+    log.info("arena made kind=staged gpu=%s bytes=%d why=%s", memory.gpu, num_bytes, why)
+    return arena
+
+
+def reading_memory(device: torch.device) -> DeviceMemory:
+    """The memory of the GPU that a server rank computes on."""
+    if device.type != "cuda":
+        raise WeightSyncError(
+            f"the learner's arena is in a GPU's memory, which a server on {device} cannot read; "
+            "run learner and servers on one kind of device"
+        )
+    return cuda(device)
+
+
+def open_arena(ref: ArenaRef, digest: str, device: torch.device) -> AnyReader:
+    """The arena that `ref` and `digest` name, to be read on `device`.
+
+    Raises WeightSyncError where it is not there, or is another.
+    """
+    if ref.gpu:
+        return CudaArenaReader(ref, digest, reading_memory(device))
+    return ArenaReader(ref, digest)

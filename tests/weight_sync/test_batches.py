@@ -1,0 +1,95 @@
+"""Copies put together: the same bytes as single moves, in few calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megarl.actor.shape import ModelShape
+from megarl.reshard import execute
+from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.reshard.moves import Move
+from megarl.weight_sync import batches
+from megarl.weight_sync.control import SourceSpec
+from megarl.weight_sync.inflow import ArenaInflow
+from tests.reshard.models import tiny_shape
+from tests.weight_sync import tiny
+from tests.weight_sync.rig import Rig
+
+QWEN3, GLM = tiny_shape("Qwen3MoeForCausalLM"), tiny_shape("Glm4MoeForCausalLM")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("shape", "mesh", "server", "forms"),
+    [
+        (tiny.SHAPE, LearnerMesh(), ServerMesh(1), ("te", "sequential")),
+        (tiny.SHAPE, LearnerMesh(tp=2, pp=2), ServerMesh(2), ("te", "sequential")),
+        (QWEN3, LearnerMesh(tp=2, dp=2, ep=4), ServerMesh(4, ep=2), ("te", "sequential")),
+        (GLM, LearnerMesh(tp=2, ep=2), ServerMesh(2), ("te", "per_expert")),
+    ],
+)
+def test_batches_bring_the_same_bytes_as_single_moves(
+    rig: Callable[..., Rig],
+    monkeypatch: pytest.MonkeyPatch,
+    shape: ModelShape,
+    mesh: LearnerMesh,
+    server: ServerMesh,
+    forms: tuple[str, ...],
+    dtype: str,
+) -> None:
+    made = rig(SourceSpec(shape, mesh, 8, forms), server, dtype)
+    assert made.sync(1) == []
+    single = [{n: t.clone() for n, t in model.tensors.items()} for model in made.models]
+    for model in made.models:
+        for parameter in model.tensors.values():
+            parameter.data.fill_(torch.nan)
+    monkeypatch.setattr(batches, "pays", lambda device: True)
+    assert made.sync(2) == []
+    for model, wanted in zip(made.models, single, strict=True):
+        for name, tensor in wanted.items():
+            assert torch.equal(model.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
+    made.learn(5)
+    assert made.sync(3) == []  # with the batches of the sync before
+
+
+def test_a_dense_layer_takes_no_more_than_ten_copies_and_all_layers_two_calls(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    run = batches.run
+    monkeypatch.setattr(batches, "pays", lambda device: True)
+    monkeypatch.setattr(batches, "run", lambda *args: calls.append(run(*args)))
+    shape = tiny_shape(num_heads=16, num_kv_heads=8, hidden_size=64, num_layers=4)
+    made = rig(SourceSpec(shape, LearnerMesh(), 8), ServerMesh(1))
+    assert made.sync(1) == []
+    inflow = made.receivers[0]._inflows[0]
+    assert isinstance(inflow, ArenaInflow)
+    copies = inflow._batches[0][1]
+    moves = made.receivers[0]._route.sources[0].moves  # type: ignore[union-attr]
+    of_layer = [copy for copy in copies if ".layers.1." in copy.destination.name]
+    assert len(moves) > 4 * 30  # query, key and value heads of 8 groups, each on its own
+    assert len(of_layer) <= 10 and calls == [2]
+
+
+def test_units_are_as_wide_as_both_sides_allow_and_types_are_kept_apart() -> None:
+    def carried_out(columns: int, at: int, dtype: torch.dtype, to: torch.dtype) -> batches.Copy:
+        """One copy of some columns between whole tensors."""
+        source = {"w": torch.randn(4, 48).to(dtype)}
+        single, together = ({"v": torch.zeros(4, 48, dtype=to)} for _ in range(2))
+        moves = [Move(0, 0, "w", ((0, 4), (0, columns)), "w", (0, 0), "v", (0, at))]
+        execute.run(moves, source, single)
+        copies = batches.batch(moves, source, together)
+        batches.run(copies, source, together)
+        assert torch.equal(single["v"], together["v"]) and single["v"].count_nonzero()
+        return copies[0]
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert [carried_out(c, 8, bf16, bf16).unit for c in (16, 12, 10, 9)] == [16, 8, 4, 0]
+    assert carried_out(16, 4, bf16, bf16).unit == 8
+    assert carried_out(16, 2, fp32, fp32).unit == 8
+    assert carried_out(48, 0, fp32, fp32).is_plain and not carried_out(40, 0, fp32, fp32).is_plain
+    mixed = carried_out(48, 0, bf16, fp32)
+    assert not mixed.is_plain and mixed.unit == 0
