@@ -211,6 +211,7 @@ class SyncReport:
 
     `moved_bytes` are those that ranks of verified servers took, `minimum_bytes` those that all
     servers hold, `network_bytes` those that learner ranks sent to other nodes.
+    `quantization_error` is the largest relative error (L2) of a layer that was sent as float8.
     """
 
     version: int
@@ -219,3 +220,4 @@ class SyncReport:
     minimum_bytes: int
     took_s: float
     network_bytes: int = 0
+    quantization_error: float = 0.0

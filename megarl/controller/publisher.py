@@ -65,11 +65,13 @@ class Publisher:
                 f"({reasons}); nothing was sampled from it. See the servers' logs in the run folder"
             )
         self._has_worked = self._has_worked or proved > 0
+        lost = {"weight_sync/quantization_error": report.quantization_error}
         return {
             "weight_sync/bytes": report.moved_bytes,
             "weight_sync/minimum_bytes": report.minimum_bytes,
             "weight_sync/network_bytes": report.network_bytes,
             "weight_sync/verified_servers": proved,
+            **(lost if report.quantization_error else {}),
         }
 
     async def rejoin(self, endpoint: ServerEndpoint) -> None:
@@ -129,4 +131,5 @@ def merged(first: SyncReport, again: SyncReport) -> SyncReport:
         minimum_bytes=first.minimum_bytes,
         took_s=first.took_s + again.took_s,
         network_bytes=first.network_bytes + again.network_bytes,
+        quantization_error=max(first.quantization_error, again.quantization_error),
     )

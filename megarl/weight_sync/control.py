@@ -16,14 +16,18 @@ from typing import Any
 
 import torch
 
+from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape
-from megarl.errors import WeightSyncError
+from megarl.errors import LayoutError, WeightSyncError
+from megarl.float8 import BlockScaling
 from megarl.reshard.arena import Slot
 from megarl.reshard.layout import Layout
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.pipeline import Chunk, Pipeline
 from megarl.reshard.placement import Device
+from megarl.reshard.precision import quantized_source
+from megarl.reshard.sglang import sglang_layout
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.shared import ArenaRef
 
@@ -39,7 +43,8 @@ class SourceSpec:
     """Enough to rebuild the learner's layout: the arguments of `megatron_layout`.
 
     `forms` say how the learner's modules hold attention and experts, `pipeline` which layers each
-    stage has, None the even split.
+    stage has, None the even split. With `float8` the weights that servers hold as float8 are
+    quantized so before the wire.
     """
 
     shape: ModelShape
@@ -47,10 +52,33 @@ class SourceSpec:
     vocab_divisor: int = 128
     forms: tuple[str, ...] = ("te", "sequential")
     pipeline: Pipeline | None = None
+    float8: BlockScaling | None = None
 
     def layout(self) -> Layout:
-        """All learner ranks. Raises LayoutError where the policy cannot be laid out so."""
-        return megatron_layout(self.shape, self.mesh, self.vocab_divisor, self.pipeline, self.forms)
+        """What all learner ranks send. Raises LayoutError where they cannot."""
+        held = megatron_layout(self.shape, self.mesh, self.vocab_divisor, self.pipeline, self.forms)
+        block = self.fp8_block
+        if block is None:
+            return held
+        quantized, decisions = quantized_source(held, block_table(self.shape, block), block)
+        split = sorted({kind for (_, kind), when in decisions.items() if when == "after"})
+        if split:
+            raise LayoutError(
+                f"learner ranks ({self.mesh}) do not hold whole blocks of {list(block)} of "
+                f"{', '.join(split)}, or of what lies in one tensor with them, and scales are of "
+                "whole blocks; use a learner.parallel.tp (or etp) that cuts them at multiples of "
+                f"{list(block)}"
+            )
+        return quantized
+
+    def server_layout(self, mesh: ServerMesh) -> Layout:
+        """What the ranks of a server hold. Raises LayoutError where there is no such server."""
+        return sglang_layout(self.shape, mesh, self.fp8_block)
+
+    @property
+    def fp8_block(self) -> tuple[int, int] | None:
+        """Rows and columns of the blocks of float8 weights."""
+        return None if self.float8 is None else (self.float8.rows, self.float8.columns)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SourceSpec:
@@ -64,6 +92,7 @@ class SourceSpec:
             None
             if stages is None
             else Pipeline(tuple(tuple(Chunk(**chunk) for chunk in stage) for stage in stages)),
+            None if fields["float8"] is None else BlockScaling(**fields["float8"]),
         )
 
 

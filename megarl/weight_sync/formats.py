@@ -1,7 +1,8 @@
 """In which number format each parameter travels, and in which a server keeps it.
 
 Owns the translation of precisions into torch's types. A parameter travels in the policy's format,
-or in float32 where it is float32 whatever the policy is (the router's expert bias). A server may
+in float32 where it is float32 whatever the policy is (the router's expert bias, scales of blocks),
+or as float8. A server may
 keep what travels in the policy's format in float32 (GLM-4.5's router): it is widened on arrival,
 which loses nothing.
 """
@@ -9,6 +10,7 @@ which loses nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,21 +22,27 @@ from megarl.reshard.layout import Layout
 from megarl.weight_sync.control import WIRE_DTYPES
 from megarl.weight_sync.transport.arenas import AnyArena, AnyReader
 
+FIXED_DTYPES: Mapping[Precision, torch.dtype] = {
+    "float32": torch.float32,
+    "float8": torch.float8_e4m3fn,
+}
+"""Types of parameters whose precision is not the policy's."""
+
 
 @dataclass(frozen=True)
 class WireFormat:
-    """The types on the wire: `policy` of most parameters, float32 of those named in `float32`."""
+    """The types on the wire: `policy` of all parameters but those that are named in `fixed`."""
 
     policy: torch.dtype
-    float32: frozenset[str]
+    fixed: Mapping[str, torch.dtype]
 
     def of(self, tensor: str) -> torch.dtype:
         """The type of a parameter."""
-        return torch.float32 if tensor in self.float32 else self.policy
+        return self.fixed.get(tensor, self.policy)
 
     def of_precision(self, precision: Precision) -> torch.dtype:
         """The type of parameters of one precision."""
-        return torch.float32 if precision == "float32" else self.policy
+        return FIXED_DTYPES.get(precision, self.policy)
 
 
 def policy_dtype(name: str) -> torch.dtype:
@@ -47,18 +55,14 @@ def policy_dtype(name: str) -> torch.dtype:
 def wire_format(name: str, layout: Layout) -> WireFormat:
     """The types of all parameters of `layout`, whose policy has the format `name`.
 
-    Raises WeightSyncError for an unknown name, and for parameters of precisions that no sync
-    carries.
+    Raises WeightSyncError for an unknown name.
     """
-    precisions = {parameter.name: parameter.precision for parameter in layout.parameters}
-    other = [tensor for tensor, p in precisions.items() if p not in ("policy", "float32")]
-    if other:
-        raise WeightSyncError(
-            f"{other[0]} is {precisions[other[0]]}, which a weight sync does not carry; use "
-            "servers in the policy's precision"
-        )
-    float32 = frozenset(tensor for tensor, p in precisions.items() if p == "float32")
-    return WireFormat(policy_dtype(name), float32)
+    fixed = {
+        parameter.name: FIXED_DTYPES[parameter.precision]
+        for parameter in layout.parameters
+        if parameter.precision in FIXED_DTYPES
+    }
+    return WireFormat(policy_dtype(name), fixed)
 
 
 def staged(arena: AnyArena | AnyReader, slot: Slot, wire: WireFormat) -> torch.Tensor:

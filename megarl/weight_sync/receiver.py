@@ -34,6 +34,9 @@ from megarl.weight_sync.transport.meeting import bounded
 
 log = logging.getLogger(__name__)
 
+KV_CACHE_SCALES = (".k_scale", ".v_scale")
+"""Ends of names of parameters that SGLang gives an attention in a quantized model. They scale the
+KV cache, no policy has them, and checkpoints without them leave them unset."""
 _ENDING_S = 10.0  # after a rank's own waiting: until its sender has made its last call
 
 
@@ -172,10 +175,14 @@ def live_tensors(model: torch.nn.Module, route: Route) -> dict[str, torch.Tensor
     """The model's parameters and buffers that the sync fills, by name.
 
     Raises WeightSyncError where they are not those of the layout, one and all: only a buffer may be
-    one that the policy does not know (a table of rotary angles).
+    one that the policy does not know (a table of rotary angles), and scales of the KV cache.
     """
     expected = route.expected
-    parameters = dict(model.named_parameters())
+    parameters = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not name.endswith(KV_CACHE_SCALES)
+    }
     found = {**dict(model.named_buffers()), **parameters}
     unknown, missing = parameters.keys() - expected.keys(), expected.keys() - found.keys()
     if unknown or missing:

@@ -16,7 +16,6 @@ from megarl.reshard.cover import Cover
 from megarl.reshard.engine_tensors import float32_on_server
 from megarl.reshard.layout import Layout, Piece, RankLayout
 from megarl.reshard.plan import Move, Plan
-from megarl.reshard.sglang import sglang_layout
 from megarl.reshard.store import cached_plan
 from megarl.weight_sync import parcels
 from megarl.weight_sync.control import ControlMessage, arena_digest
@@ -60,14 +59,21 @@ class Route:
     @property
     def expected(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """(shape, type) of each of the server's tensors that the sync fills."""
-        return {t.name: (t.shape, self.dtype(t.name)) for t in self.mine.tensors}
+        float8 = {piece.local for piece in self.pieces if self.wire.of(piece.tensor).itemsize == 1}
+        return {
+            tensor.name: (
+                tensor.shape,
+                torch.float8_e4m3fn if tensor.name in float8 else self.dtype(tensor.name),
+            )
+            for tensor in self.mine.tensors
+        }
 
 
 def make_route(message: ControlMessage, key: str) -> Route:
     """Rebuild the plan from the message, and take this rank's part. Raises where digests differ."""
     spec, rank = message.source, message.tp_rank
     learner = spec.layout()
-    server = sglang_layout(spec.shape, message.mesh)
+    server = spec.server_layout(message.mesh)
     wire = wire_format(message.dtype, server)
     where = placement(message.source_devices, message.devices)
     plan = cached_plan(learner, server, where, wire.policy.itemsize)

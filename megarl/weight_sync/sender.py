@@ -20,7 +20,6 @@ from megarl.reshard.execute import held
 from megarl.reshard.layout import Layout, Piece
 from megarl.reshard.placement import Device
 from megarl.reshard.plan import Plan
-from megarl.reshard.sglang import sglang_layout
 from megarl.reshard.store import cached_plan
 from megarl.weight_sync import coverage, packing, parcels
 from megarl.weight_sync.checksum import add
@@ -29,6 +28,7 @@ from megarl.weight_sync.control import SourceSpec, arena_digest
 from megarl.weight_sync.formats import staged, wire_format
 from megarl.weight_sync.parcels import Parcel
 from megarl.weight_sync.places import ServerKind, placement
+from megarl.weight_sync.quantized import QuantizedWeights
 from megarl.weight_sync.transport.arenas import AnyArena, make_arena, memory_of
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.p2p import Peers
@@ -87,10 +87,39 @@ class Sender:
         self._routes: dict[ServerKind, Route] = {}
         self._arenas: dict[ServerKind, tuple[int, AnyArena]] = {}
         self._peers: dict[str, Peers] = {}
+        self._quantized = self._quantizer()
         self._check()
+        self._sent = self._parameters
+
+    def _quantizer(self) -> QuantizedWeights | None:
+        if self._source.float8 is None:
+            return None
+        known = {parameter.name: parameter for parameter in self.layout.parameters}
+        return QuantizedWeights(self._parameters, self._mine, known, self._source.float8)
+
+    def prepare(self) -> None:
+        """Take the parameters as they are now for what is summed, staged and sent from here on.
+
+        Quantizes what travels as float8; without any there is nothing to do. Raises WeightSyncError
+        where a number to be quantized is not finite.
+        """
+        if self._quantized is None:
+            return
+        try:
+            self._sent = self._quantized.refresh()
+        except FloatingPointError as error:
+            raise WeightSyncError(
+                f"learner rank {self._rank}: {error}; nothing was sent"
+            ) from error
+
+    @property
+    def quantization_errors(self) -> Mapping[str, tuple[float, float]]:
+        """What `prepare` lost to float8 on this rank, by weight: see `QuantizedWeights.errors`."""
+        return self._quantized.errors if self._quantized is not None else {}
 
     def _check(self) -> None:
-        expected = {tensor.name: tensor.shape for tensor in self._mine.tensors}
+        added = self._quantized.added if self._quantized is not None else ()
+        expected = {t.name: t.shape for t in self._mine.tensors if t.name not in added}
         missing = sorted(expected.keys() - self._parameters.keys())
         unknown = sorted(self._parameters.keys() - expected.keys())
         if missing or unknown:
@@ -108,7 +137,7 @@ class Sender:
     def route(self, kind: ServerKind) -> Route:
         """The plan to servers of `kind`, made once. Raises LayoutError where there can be none."""
         if kind not in self._routes:
-            destination = sglang_layout(self._source.shape, kind.mesh)
+            destination = self._source.server_layout(kind.mesh)
             where = placement(self._devices, kind.devices)
             plan = cached_plan(self.layout, destination, where, self.wire.policy.itemsize)
             slots, num_bytes = arena_layout(self._mine, plan)
@@ -130,12 +159,15 @@ class Sender:
         Raises WeightSyncError for weights that are no numbers: nobody is to sample from them.
         """
         sums: dict[str, int] = {}
+        checked: list[Piece] = []
         extremes: list[torch.Tensor] = []
         together: list[BoxValues] = []
         for piece in self._share:
-            live = held(piece, self._parameters).detach()
+            live = held(piece, self._sent).detach()
             values = live.to(self.wire.of(piece.tensor))
-            extremes.append(torch.stack(torch.aminmax(values)).float())
+            if values.element_size() > 1:  # float8 was seen to be finite when it was made
+                checked.append(piece)
+                extremes.append(torch.stack(torch.aminmax(values)).float())
             box = BoxValues(values, piece.tensor, self._shapes[piece.tensor], piece.box)
             if values is live:
                 together.append(box)
@@ -143,7 +175,7 @@ class Sender:
                 _add_up(sums, [box])
         finite = torch.stack(extremes).isfinite().all(dim=1).tolist()  # a GPU is asked once
         if not all(finite):
-            raise WeightSyncError(self._not_finite(self._share[finite.index(False)]))
+            raise WeightSyncError(self._not_finite(checked[finite.index(False)]))
         _add_up(sums, together)
         return sums
 
@@ -201,14 +233,14 @@ class Sender:
 
     def _live(self, route: Route) -> dict[int, torch.Tensor] | None:
         """The parameters by their places in an arena; None where one travels in another type."""
-        live = {slot.offset: self._parameters[name] for name, slot in route.slots.items()}
+        live = {slot.offset: self._sent[name] for name, slot in route.slots.items()}
         types = [self.wire.of_precision(slot.precision) for slot in route.slots.values()]
         same = all(t.dtype == dtype for t, dtype in zip(live.values(), types, strict=True))
         return live if same else None
 
     def _copy(self, arena: AnyArena, route: Route) -> None:
         for name, slot in route.slots.items():
-            staged(arena, slot, self.wire).copy_(self._parameters[name].detach())
+            staged(arena, slot, self.wire).copy_(self._sent[name].detach())
 
     def withdraw(self) -> None:
         """Every server has answered or is given up: parameters may change and be moved."""
@@ -229,7 +261,7 @@ class Sender:
         """
         route, peers = self.route(kind), self.peers(server)
         peers.join(call, until)
-        peers.run(call, packing.outgoing(route.parcels, self._parameters, self.wire), until)
+        peers.run(call, packing.outgoing(route.parcels, self._sent, self.wire), until)
         return sum(parcel.num_bytes for parcel in route.parcels)
 
     def peers(self, server: str) -> Peers:

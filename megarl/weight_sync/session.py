@@ -34,6 +34,7 @@ from megarl.weight_sync.control import (
 from megarl.weight_sync.exchange import Evidence, publish_to, transfer_until
 from megarl.weight_sync.parcels import learner_member, senders
 from megarl.weight_sync.places import Place, ServerKind, learner_devices, server_devices
+from megarl.weight_sync.quantized import by_layer
 from megarl.weight_sync.sender import Sender
 from megarl.weight_sync.together import from_all, from_first
 from megarl.weight_sync.transport.meeting import Call
@@ -75,6 +76,7 @@ class Staged:
     error: str = ""
     sums: Mapping[str, int] = field(default_factory=dict)
     arenas: Mapping[ServerKind, ArenaRef] = field(default_factory=dict)
+    lost: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # to float8, by weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +198,15 @@ class WeightSync:
     def _stage(self, order: Order) -> Staged:
         """This rank's part. Raises nothing: the other ranks would wait for ever."""
         try:
+            if order.generations:
+                self.sender.prepare()
             sums = self.sender.checksums() if order.generations else {}
             arenas: dict[ServerKind, ArenaRef] = {}
             for kind, generation in order.generations:
                 ref = self.sender.stage(kind, generation, stamp(order.version, order.attempt))
                 if ref is not None:
                     arenas[kind] = ref
-            return Staged(self._rank, "", sums, arenas)
+            return Staged(self._rank, "", sums, arenas, self.sender.quantization_errors)
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the gather
             text = in_words(error)
             return Staged(self._rank, f"learner rank {self._rank}: {text}")
@@ -250,7 +254,7 @@ class WeightSync:
         """Rank 0's part, up to the report. Raises nothing, as the other ranks wait for it."""
         try:
             outcomes = self._drive(order, servers, staged, until)
-            report = self._report(order, outcomes)
+            report = self._report(order, outcomes, by_layer(part.lost for part in staged))
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the broadcast
             return in_words(error)
         log.info(
@@ -345,7 +349,9 @@ class WeightSync:
             for tp_rank in range(mesh.tp)
         ]
 
-    def _report(self, order: Order, outcomes: Sequence[_Outcome]) -> SyncReport:
+    def _report(
+        self, order: Order, outcomes: Sequence[_Outcome], lost: Mapping[str, float]
+    ) -> SyncReport:
         """Bytes over all servers: what they took, what they hold, what was sent by network."""
         width = self.sender.wire.policy.itemsize
         routes = [self.sender.route(target.kind) for target in order.targets]
@@ -353,7 +359,10 @@ class WeightSync:
         moved = sum(outcome.moved_bytes for outcome in outcomes)
         sent = sum(outcome.network_bytes for outcome in outcomes)
         results = tuple(outcome.result for outcome in outcomes)
-        return SyncReport(order.version, results, moved, minimum, 0.0, sent)
+        for layer, error in lost.items():
+            log.info("weights quantized layer=%s relative_error=%.2e", layer, error)
+        worst = max(lost.values(), default=0.0)
+        return SyncReport(order.version, results, moved, minimum, 0.0, sent, worst)
 
     def _broadcast(self, value: object) -> object:
         """Rank 0's value, on every rank."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,19 +29,27 @@ class Rig:
     """All learner ranks and all ranks of one server, standing in one process."""
 
     def __init__(
-        self, source: SourceSpec, mesh: ServerMesh, dtype: str = "fp32", server_dtype: str = ""
+        self,
+        source: SourceSpec,
+        mesh: ServerMesh,
+        dtype: str = "fp32",
+        server_dtype: str = "",
+        models: Sequence[Any] = (),
+        weights: Callable[[int], tiny.Tensors] | None = None,
     ) -> None:
+        """`models` are those of the server's ranks, else stand-ins; `weights` makes a seed's."""
         self.source, self.mesh, self.dtype = source, mesh, dtype
+        self.weights = weights or partial(tiny.weights, source.shape)
         self.kind = ServerKind(mesh)
         self.run_id = f"test{os.getpid()}_{next(_RUNS)}"
-        self.learner = tiny.on_learner(source, tiny.weights(source.shape, 0))
+        self.learner = tiny.on_learner(source, self.weights(0))
         self.senders = [
             Sender(self.run_id, source, rank, parameters, dtype)
             for rank, parameters in enumerate(self.learner)
         ]
         layout = self.senders[0].route(self.kind).destination
         served = WIRE_DTYPES[server_dtype or dtype]
-        self.models = [
+        self.models: list[Any] = list(models) or [
             FakeModel(layout, rank, served, float32_on_server(source.shape, layout, rank))
             for rank in range(mesh.tp)
         ]
@@ -46,13 +57,15 @@ class Rig:
 
     def learn(self, seed: int) -> None:
         """New weights on the learner, in place."""
-        new = tiny.on_learner(self.source, tiny.weights(self.source.shape, seed))
+        new = tiny.on_learner(self.source, self.weights(seed))
         for mine, theirs in zip(self.learner, new, strict=True):
             for name, tensor in mine.items():
                 tensor.copy_(theirs[name])
 
     def messages(self, version: int, generation: int = 0) -> list[ControlMessage]:
         """Stage, and say so to every server rank."""
+        for sender in self.senders:
+            sender.prepare()
         refs = {
             rank: sender.stage(self.kind, generation, stamp(version, "a"))
             for rank, sender in enumerate(self.senders)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -43,7 +44,7 @@ def weights(shape: ModelShape, seed: int) -> Tensors:
 
 def on_learner(source: SourceSpec, tensors: Mapping[str, torch.Tensor]) -> list[Tensors]:
     """The parameters of every learner rank, placed by the planner; padding rows hold garbage."""
-    layout = source.layout()
+    layout = replace(source, float8=None).layout()
     plan = make_plan(full_layout(layout.table), layout)
     ranks = []
     for rank in layout.ranks:
