@@ -29,7 +29,8 @@ from megarl.reshard.layout import (
 )
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
-from megarl.reshard.placement import Placement
+from megarl.reshard.moves import LINKS
+from megarl.reshard.placement import Device, Placement
 from megarl.reshard.plan import Plan, make_plan, minimum_elements
 from megarl.reshard.sglang import sglang_layout
 from tests.reshard.models import assert_equal, execute, held, tiny_shape
@@ -118,6 +119,21 @@ def test_sends_and_receives_are_the_same_moves() -> None:
     between = [m for src in range(4) for dst in range(2) for m in plan.between(src, dst)]
     assert set(sent) == set(received) == set(between) == set(plan.moves)
     assert len(sent) == len(received) == len(between) == len(plan.moves)
+
+
+def test_copies_over_a_link_are_those_of_all_copies_in_their_order() -> None:
+    source = megatron_layout(tiny_shape(), LearnerMesh(tp=2))
+    destination = sglang_layout(tiny_shape(), ServerMesh(4))
+    devices = {rank: Device(rank // 2, rank % 2) for rank in range(4)}
+    where = Placement({0: Device(0, 0), 1: Device(5, 0)}, devices)
+    plan = make_plan(source, destination, where)
+    seen = set()
+    for rank in destination.rank_ids:
+        for link in LINKS:
+            found = plan.operations_to(rank, [link]).moves(plan)
+            assert found == tuple(move for move in plan.receives(rank) if move.link == link)
+            seen |= {move.link for move in found}
+    assert seen == set(LINKS)
 
 
 def test_rank_that_does_not_exist_has_no_part_of_the_plan() -> None:

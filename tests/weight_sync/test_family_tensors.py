@@ -11,7 +11,9 @@ import torch
 from megarl.actor.shape import ModelShape
 from megarl.reshard.engine_tensors import float32_on_server
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.types import ServerEndpoint
 from megarl.weight_sync.control import SourceSpec
+from megarl.weight_sync.session import WeightSync
 from tests.reshard.models import tiny_shape
 from tests.weight_sync import tiny
 from tests.weight_sync.rig import Rig
@@ -93,6 +95,19 @@ def test_bfloat16_router_on_a_server_that_keeps_it_in_float32_is_refused(
     made.models[0].tensors[name] = torch.nn.Parameter(router.detach().to(torch.bfloat16))
     (ack,) = made.receive(made.messages(1))
     assert not ack.ok and f"{name} is" in ack.error and "expected" in ack.error
+
+
+def test_layout_of_a_server_is_what_it_and_sglangs_arguments_say_together() -> None:
+    spec = SourceSpec(QWEN3, LearnerMesh(), 8)
+    arguments = ServerMesh(2, attention_dp=2, dp_head=True, up_first=True)
+    sync = WeightSync(
+        "together", spec, 0, tiny.on_learner(spec, tiny.weights(QWEN3, 0))[0], "fp32",
+        server_mesh=arguments, cpu_servers=True,
+    )  # fmt: skip
+    server = ServerEndpoint("s", "", 4, 0, ep=2, attention_dp=4)
+    wanted = ServerMesh(4, cpu=True, ep=2, attention_dp=4, dp_head=True, up_first=True)
+    assert sync._kind(server).mesh == wanted
+    sync.close()
 
 
 def test_what_the_server_holds_as_a_buffer_is_filled_too(rig: Callable[..., Rig]) -> None:
