@@ -52,10 +52,7 @@ def batch(
     sources: Mapping[str, torch.Tensor],
     destinations: Mapping[str, torch.Tensor],
 ) -> tuple[Copy, ...]:
-    """The copies that carry out `moves` between tensors of these shapes, strides and dtypes.
-
-    Good for as long as `key` of both sides stays the same.
-    """
+    """The copies that carry out `moves` between these tensors."""
     found: list[Copy] = []
     pending: list[Copy] = []
     for move in moves:
@@ -72,34 +69,38 @@ def batch(
     return tuple(_widened(copy, sources, destinations) for copy in found)
 
 
-def key(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
-    """What a batch depends on of one side's tensors."""
-    return tuple(
-        (name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
-        for name, t in tensors.items()
-    )
+def addresses(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
+    """Where tensors of known shapes and types lie, and how: what views of them depend on."""
+    return tuple((tensor.data_ptr(), tensor.stride()) for tensor in tensors.values())
 
 
-def run(
-    copies: Sequence[Copy],
-    sources: Mapping[str, torch.Tensor],
-    destinations: Mapping[str, torch.Tensor],
-) -> int:
-    """Carry out all copies; returns the number of calls it took.
+class Prepared:
+    """The views of a batch, ready to be copied again and again while no tensor moves."""
 
-    Contiguous ones share a kernel launch where torch can do that; it loops over the others itself.
-    """
-    units: dict[tuple[int, str, int], torch.Tensor] = {}
-    dense: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    strided: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for copy in copies:
-        into = dense if copy.is_plain else strided
-        into[0].append(_tensor(copy.destination, copy.unit, destinations, 0, units))
-        into[1].append(_tensor(copy.source, copy.unit, sources, 1, units))
-    for to, of in (dense, strided):
-        if to:
-            torch._foreach_copy_(to, of)
-    return bool(dense[0]) + bool(strided[0])
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        sources: Mapping[str, torch.Tensor],
+        destinations: Mapping[str, torch.Tensor],
+    ) -> None:
+        units: dict[tuple[int, str, int], torch.Tensor] = {}
+        plain: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        other: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for copy in copies:
+            into = plain if copy.is_plain else other
+            into[0].append(_tensor(copy.destination, copy.unit, destinations, 0, units))
+            into[1].append(_tensor(copy.source, copy.unit, sources, 1, units))
+        self.copies = tuple(copies)
+        self._lists = [lists for lists in (plain, other) if lists[0]]
+
+    def run(self) -> int:
+        """Carry out all copies; returns the number of calls it took.
+
+        Contiguous ones share kernel launches where torch can do that; it loops over the others.
+        """
+        for destinations, sources in self._lists:
+            torch._foreach_copy_(destinations, sources)
+        return len(self._lists)
 
 
 def _view(name: str, tensors: Mapping[str, torch.Tensor], part: torch.Tensor) -> View:

@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ _VECTOR_BYTES = 16  # the widest load of one thread
 # the most columns of a tile. Longer rows are cut where chunks begin.
 _TILES = ((256, 16, 128, 1, 256), (4096, 4, 512, 1, 4096), (1 << 62, 1, 2048, 2, CHUNK))
 _MAX_PARTS = 4096  # of one box: beyond, it is copied into one piece first
-_NUM_KEPT = 4  # tables kept: the live parameters of one route stay where they are
 
 Int64Array = npt.NDArray[np.int64]
 Dim = tuple[int, int, int]  # size, stride in memory, step in global order
@@ -89,14 +87,14 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The launches for some boxes. `anchor` is where offsets count from; `copies` must live."""
+    """The launches for some boxes. `anchor` is where offsets count from.
+
+    `copies` are (copy, values) for values that are summed in one piece.
+    """
 
     anchor: torch.Tensor
     launches: tuple[Launch, ...]
-    copies: tuple[torch.Tensor, ...]
-
-
-_KEPT: OrderedDict[tuple[object, ...], Tables] = OrderedDict()
+    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 @cache
@@ -112,9 +110,14 @@ def _kernel() -> ModuleType:
     return importlib.import_module("megarl.weight_sync.checksum_kernel")
 
 
+def pays(device: torch.device) -> bool:
+    """Whether the kernel sums what is on `device`."""
+    return device.type == "cuda" and is_available()
+
+
 def box_checksums(boxes: Sequence[BoxValues]) -> list[int]:
     """`checksum.box_checksum` of each box: on a GPU with Triton all of them together."""
-    if boxes and boxes[0].values.is_cuda and is_available():
+    if boxes and pays(boxes[0].values.device):
         return sums(boxes)
     return [box_checksum(b.values, b.name, b.shape, b.box) for b in boxes]
 
@@ -124,14 +127,30 @@ def sums(boxes: Sequence[BoxValues]) -> list[int]:
 
     Raises ShapeError where values have not the shape of their box.
     """
-    for each in boxes:
-        _check(each)
-    device = boxes[0].values.device
-    found = torch.zeros(len(boxes), dtype=torch.int64, device=device)
-    tables = _tables(boxes, device)
-    for launch in tables.launches:
-        _launch(launch, tables.anchor, found)
-    return [int(total) & (2**64 - 1) for total in found.tolist()]
+    return Summation(boxes).run()
+
+
+class Summation:
+    """The checksums of some boxes by the kernel, as often as wanted while no tensor moves.
+
+    Raises ShapeError where values have not the shape of their box.
+    """
+
+    def __init__(self, boxes: Sequence[BoxValues]) -> None:
+        for each in boxes:
+            _check(each)
+        self._num_boxes, self._device = len(boxes), boxes[0].values.device
+        self._boxes = tuple(boxes)  # so that what the tables point to stays
+        self._tables = _tables(boxes, self._device)
+
+    def run(self) -> list[int]:
+        """The checksum of what each box holds now, modulo 2^64."""
+        found = torch.zeros(self._num_boxes, dtype=torch.int64, device=self._device)
+        for copy, values in self._tables.copies:
+            copy.copy_(values)
+        for launch in self._tables.launches:
+            _launch(launch, self._tables.anchor, found)
+        return [int(total) & (2**64 - 1) for total in found.tolist()]
 
 
 def _check(each: BoxValues) -> None:
@@ -165,29 +184,15 @@ def _launch(launch: Launch, anchor: torch.Tensor, found: torch.Tensor) -> None:
 
 
 def _tables(boxes: Sequence[BoxValues], device: torch.device) -> Tables:
-    """The tables of these boxes: made anew where a tensor is at another address than last time."""
-    key = tuple(
-        (b.values.data_ptr(), b.values.stride(), b.values.dtype, b.name, b.shape, b.box)
-        for b in boxes
-    )
-    found = _KEPT.pop(key, None) or _make_tables(boxes, device)
-    if not found.copies:  # copies are of these values only
-        _KEPT[key] = found
-        while len(_KEPT) > _NUM_KEPT:
-            _KEPT.popitem(last=False)
-    return found
-
-
-def _make_tables(boxes: Sequence[BoxValues], device: torch.device) -> Tables:
     anchor = torch.zeros(_VECTOR_BYTES, dtype=torch.uint8, device=device)
-    copies: list[torch.Tensor] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     parts: list[Part] = []
     for number, box in enumerate(boxes):
         values = box.values
         dims = _dims(values, box.shape)
         if math.prod(size for size, _, _ in dims[:-2]) > _MAX_PARTS:
             values = values.contiguous()
-            copies.append(values)
+            copies.append((values, box.values))
             dims = _dims(values, box.shape)
         parts += _parts(values, box, number, dims)
     return Tables(anchor, tuple(_launches(parts, anchor)), tuple(copies))

@@ -28,7 +28,8 @@ class ArenaInflow:
     def __init__(self) -> None:
         self._readers: dict[int, AnyReader] = {}
         self._route: Route | None = None
-        self._batches: dict[int, tuple[object, tuple[batches.Copy, ...]]] = {}
+        self._prepared: dict[int, tuple[object, batches.Prepared]] = {}
+        self._moved: tuple[Route, Mapping[str, int]] | None = None
 
     def open(
         self, message: ControlMessage, route: Route, device: torch.device, until: float
@@ -51,26 +52,27 @@ class ArenaInflow:
         """Copy every box."""
         assert self._route is not None, "open comes first"
         for rank, source in self._route.sources.items():
-            reader, wire = self._readers[rank], self._route.wire
-            views = {name: staged(reader, slot, wire) for name, slot in source.slots.items()}
             if batches.pays(next(iter(parameters.values())).device):
-                batches.run(self._batch(rank, source, views, parameters), views, parameters)
+                self._prepare(rank, source, parameters).run()
             else:
-                execute.run(source.moves, views, parameters)
+                execute.run(source.moves, self._views(rank, source), parameters)
 
-    def _batch(
-        self,
-        rank: int,
-        source: Source,
-        views: Mapping[str, torch.Tensor],
-        parameters: Mapping[str, torch.Tensor],
-    ) -> tuple[batches.Copy, ...]:
-        """The copies out of one arena, worked out anew where anything they depend on changed."""
-        key = (source.digest, batches.key(views), batches.key(parameters))
-        found = self._batches.get(rank)
+    def _views(self, rank: int, source: Source) -> dict[str, torch.Tensor]:
+        assert self._route is not None, "open comes first"
+        reader, wire = self._readers[rank], self._route.wire
+        return {name: staged(reader, slot, wire) for name, slot in source.slots.items()}
+
+    def _prepare(
+        self, rank: int, source: Source, parameters: Mapping[str, torch.Tensor]
+    ) -> batches.Prepared:
+        """The copies out of one arena, made anew where arena or parameters are somewhere else."""
+        key = (source.digest, self._readers[rank].where, batches.addresses(parameters))
+        found = self._prepared.get(rank)
         if found is None or found[0] != key:
-            found = (key, batches.batch(source.moves, views, parameters))
-            self._batches[rank] = found
+            views = self._views(rank, source)
+            copies = batches.batch(source.moves, views, parameters)
+            found = (key, batches.Prepared(copies, views, parameters))
+            self._prepared[rank] = found
         return found[1]
 
     def check(self, message: ControlMessage) -> None:
@@ -97,12 +99,14 @@ class ArenaInflow:
         """Bytes by link."""
         if self._route is None:
             return {}
-        moved: dict[str, int] = {}
-        for source in self._route.sources.values():
-            for move in source.moves:
-                size = num_elements(move.box) * self._route.wire.of(move.tensor).itemsize
-                moved[move.link] = moved.get(move.link, 0) + size
-        return moved
+        if self._moved is None or self._moved[0] is not self._route:
+            moved: dict[str, int] = {}
+            for source in self._route.sources.values():
+                for move in source.moves:
+                    size = num_elements(move.box) * self._route.wire.of(move.tensor).itemsize
+                    moved[move.link] = moved.get(move.link, 0) + size
+            self._moved = (self._route, moved)
+        return self._moved[1]
 
 
 class MessageInflow:

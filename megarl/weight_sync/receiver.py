@@ -21,13 +21,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megarl.errors import WeightSyncError, in_words
 from megarl.reshard import execute
-from megarl.reshard.layout import Piece, RankLayout
+from megarl.reshard.layout import RankLayout
 from megarl.weight_sync import acks
 from megarl.weight_sync.acks import Ack
-from megarl.weight_sync.checksum_triton import BoxValues, box_checksums
 from megarl.weight_sync.control import ControlMessage, decode
 from megarl.weight_sync.inflow import ArenaInflow, MessageInflow
 from megarl.weight_sync.parcels import server_member
+from megarl.weight_sync.receiver_sums import LiveSums
 from megarl.weight_sync.route import Route, make_route
 from megarl.weight_sync.transport.interface import Inflow
 from megarl.weight_sync.transport.meeting import bounded
@@ -55,6 +55,7 @@ class Receiver:
     def __init__(self, engine_rank: Callable[[], int | None] = engine_rank) -> None:
         self._engine_rank = engine_rank
         self._route: Route | None = None
+        self._sums = LiveSums()
         self._inflows: tuple[Inflow, ...] = (ArenaInflow(), MessageInflow())
         self._store: tuple[tuple[str, int], TCPStore] | None = None
         self._last: tuple[ControlMessage, float] | None = None
@@ -110,7 +111,7 @@ class Receiver:
         for inflow in self._inflows:
             inflow.check(message)
         _check_paddings(route.mine, parameters)
-        sums = tuple(box_checksums([_sent(piece, parameters, route) for piece in route.pieces]))
+        sums = tuple(self._sums.of(parameters, route))
         moved: dict[str, int] = {}
         for inflow in self._inflows:
             moved.update(inflow.moved_bytes)
@@ -211,21 +212,6 @@ def derive_weights(model: torch.nn.Module) -> None:
     step = getattr(model, "post_load_weights", None)
     if step is not None:
         step()
-
-
-def _sent(piece: Piece, tensors: Mapping[str, torch.Tensor], route: Route) -> BoxValues:
-    """What one piece now is, in the type in which it travels.
-
-    Raises WeightSyncError where the server's wider type holds what that type cannot.
-    """
-    values = execute.held(piece, tensors)
-    sent = values.to(route.wire.of(piece.tensor))
-    if sent.dtype != values.dtype and not torch.equal(sent.to(values.dtype), values):
-        raise WeightSyncError(
-            f"{piece.tensor} {piece.box}: the server holds {values.dtype} values that did not "
-            f"come as {sent.dtype}; nothing else may write to {piece.local}"
-        )
-    return BoxValues(sent, piece.tensor, route.shapes[piece.tensor], piece.box)
 
 
 def _check_unpacked(model: torch.nn.Module) -> None:

@@ -205,4 +205,4 @@ class Server:
         inflow = self._receiver._inflows[0]
         assert isinstance(inflow, ArenaInflow)
         name = f".layers.{layer}."
-        return sum(name in copy.destination.name for copy in inflow._batches[0][1])
+        return sum(name in copy.destination.name for copy in inflow._prepared[0][1].copies)

@@ -52,22 +52,28 @@ def test_batches_bring_the_same_bytes_as_single_moves(
         for name, tensor in wanted.items():
             assert torch.equal(model.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
     made.learn(5)
-    assert made.sync(3) == []  # with the batches of the sync before
+    prepared = [r._inflows[0]._prepared for r in made.receivers]  # type: ignore[attr-defined]
+    before = [dict(each) for each in prepared]
+    assert made.sync(3) == [] and prepared == before  # nothing has moved
+    for model in made.models:
+        for parameter in model.tensors.values():
+            parameter.data = torch.full_like(parameter, torch.nan)
+    assert made.sync(4) == [] and all(p != b for p, b in zip(prepared, before, strict=True))
 
 
 def test_a_dense_layer_takes_no_more_than_ten_copies_and_all_layers_two_calls(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    run = batches.run
+    run = batches.Prepared.run
     monkeypatch.setattr(batches, "pays", lambda device: True)
-    monkeypatch.setattr(batches, "run", lambda *args: calls.append(run(*args)))
+    monkeypatch.setattr(batches.Prepared, "run", lambda self: calls.append(run(self)))
     shape = tiny_shape(num_heads=16, num_kv_heads=8, hidden_size=64, num_layers=4)
     made = rig(SourceSpec(shape, LearnerMesh(), 8), ServerMesh(1))
     assert made.sync(1) == []
     inflow = made.receivers[0]._inflows[0]
     assert isinstance(inflow, ArenaInflow)
-    copies = inflow._batches[0][1]
+    copies = inflow._prepared[0][1].copies
     moves = made.receivers[0]._route.sources[0].moves  # type: ignore[union-attr]
     of_layer = [copy for copy in copies if ".layers.1." in copy.destination.name]
     assert len(moves) > 4 * 30  # query, key and value heads of 8 groups, each on its own
@@ -82,7 +88,7 @@ def test_units_are_as_wide_as_both_sides_allow_and_types_are_kept_apart() -> Non
         moves = [Move(0, 0, "w", ((0, 4), (0, columns)), "w", (0, 0), "v", (0, at))]
         execute.run(moves, source, single)
         copies = batches.batch(moves, source, together)
-        batches.run(copies, source, together)
+        batches.Prepared(copies, source, together).run()
         assert torch.equal(single["v"], together["v"]) and single["v"].count_nonzero()
         return copies[0]
 

@@ -6,7 +6,7 @@ import ctypes
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -16,9 +16,13 @@ from hypothesis import strategies as st
 
 from megarl.compat import placeholders
 from megarl.errors import ShapeError
-from megarl.weight_sync import checksum_triton
+from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.weight_sync import checksum_triton, receiver_sums
 from megarl.weight_sync.checksum import CHUNK, box_checksum, mix64, tensor_id
 from megarl.weight_sync.checksum_triton import BoxValues, Launch, box_checksums
+from megarl.weight_sync.control import SourceSpec
+from tests.reshard.models import tiny_shape
+from tests.weight_sync.rig import Rig
 
 Box = tuple[tuple[int, int], ...]
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
@@ -76,7 +80,7 @@ def test_tiles_hold_every_element_once_with_what_the_kernel_relies_on(
     case: tuple[tuple[int, ...], list[Box]], dtype: torch.dtype
 ) -> None:
     values = _values(*case, dtype)
-    tables = checksum_triton._make_tables(values, torch.device("cpu"))
+    tables = checksum_triton._tables(values, torch.device("cpu"))
     sums = [0] * len(values)
     for launch in tables.launches:
         _carry_out(launch, tables.anchor.data_ptr(), sums)
@@ -91,7 +95,7 @@ def test_transposed_and_scattered_values_are_copied_into_one_piece_first(
         BoxValues(torch.randn(50, 6).t(), "w", (6, 50), ((0, 6), (0, 50))),
         BoxValues(torch.randn(50, 20, 7)[:, :10, :3], "v", (50, 20, 7), ((0, 50), (0, 10), (0, 3))),
     ]
-    tables = checksum_triton._make_tables(values, torch.device("cpu"))
+    tables = checksum_triton._tables(values, torch.device("cpu"))
     assert len(tables.copies) == 1
     sums = [0, 0]
     for launch in tables.launches:
@@ -104,7 +108,7 @@ def test_whole_tensors_take_one_launch_whatever_their_number() -> None:
     values = [
         BoxValues(t, f"w{i}", (64, 4096), ((0, 64), (0, 4096))) for i, t in enumerate(tensors)
     ]
-    tables = checksum_triton._make_tables(values, torch.device("cpu"))
+    tables = checksum_triton._tables(values, torch.device("cpu"))
     (launch,) = tables.launches
     assert launch.shape.is_full and launch.shape.is_aligned and not launch.shape.crosses
     assert len(launch.tiles) == 12 * 64 * 4096 // CHUNK
@@ -144,6 +148,41 @@ def test_kernel_in_the_interpreter_equals_the_checksum(
 
 def test_identity_of_a_tensor_fits_into_the_table() -> None:
     value = BoxValues(torch.zeros(4), "model.norm.weight", (4,), ((0, 4),))
-    tables = checksum_triton._make_tables([value], torch.device("cpu"))
+    tables = checksum_triton._tables([value], torch.device("cpu"))
     stored = int(tables.launches[0].parts[0, 5])
     assert stored % (1 << 64) == tensor_id("model.norm.weight")
+
+
+class _InTorch:
+    """A summation without the kernel."""
+
+    def __init__(self, boxes: list[BoxValues]) -> None:
+        self._boxes = boxes
+
+    def run(self) -> list[int]:
+        return [box_checksum(b.values, b.name, b.shape, b.box) for b in self._boxes]
+
+
+def test_receiver_makes_its_tables_once_and_again_when_a_tensor_moved(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksum_triton, "pays", lambda device: True)
+    monkeypatch.setattr(checksum_triton, "sums", lambda boxes: _InTorch(boxes).run())
+    shape = tiny_shape("Glm4MoeForCausalLM")  # its router is wider on the server than on the wire
+    made = rig(SourceSpec(shape, LearnerMesh(), 8), ServerMesh(1), "bf16")
+    monkeypatch.setattr(receiver_sums, "Summation", _InTorch)
+    first: object = None
+    for version in range(3):
+        made.learn(version)
+        assert made.sync(version) == []
+        kept = made.receivers[0]._sums._kept
+        assert kept is not None
+        first = first or kept[2]
+        assert kept[2] is first
+    _, lasting, _ = kept
+    assert 0 < len(lasting) < len(made.receivers[0]._route.pieces)  # type: ignore[union-attr]
+    for parameter in made.models[0].tensors.values():
+        parameter.data = torch.full_like(parameter, torch.nan)
+    assert made.sync(9) == []
+    moved = made.receivers[0]._sums._kept
+    assert moved is not None and moved[2] is not first

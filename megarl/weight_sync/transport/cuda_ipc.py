@@ -20,15 +20,20 @@ import secrets
 import struct
 import weakref
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.weight_sync.transport.cuda_driver import DeviceMemory, cuda, tensor_over
+from megarl.weight_sync.transport.cuda_driver import (
+    Allocation,
+    DeviceMemory,
+    cuda,
+    tensor_over,
+)
 from megarl.weight_sync.transport.shared import FOLDER, Arena, ArenaReader, ArenaRef
 
 log = logging.getLogger(__name__)
@@ -80,8 +85,7 @@ def can_stage(memory: DeviceMemory) -> Export:
     return Export(True)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Bytes [offset, offset + num_bytes) of an arena lie at `start` of allocation `segment`."""
 
     offset: int
@@ -106,21 +110,30 @@ class Table:
 
     def to_bytes(self) -> bytes:
         """The table as JSON."""
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
+        fields = [self.gpu, self.owner, self.is_lasting, self.handles, self.places]
+        return json.dumps(fields, separators=(",", ":")).encode()
 
-    @classmethod
-    def from_bytes(cls, text: bytes) -> Table:
+    @staticmethod
+    @lru_cache(maxsize=64)  # a direct arena's is the same at every publish
+    def from_bytes(text: bytes) -> Table:
         """The inverse of `to_bytes`. Raises WeightSyncError where `text` is no table."""
         try:
-            fields = json.loads(text)
-            fields["handles"] = tuple(fields["handles"])
-            fields["places"] = tuple(Place(**place) for place in fields["places"])
-            return cls(**fields)
-        except (ValueError, KeyError, TypeError) as error:
+            gpu, owner, is_lasting, handles, places = json.loads(text)
+            found = tuple(Place(*place) for place in places)
+            return Table(gpu, owner, is_lasting, tuple(handles), found)
+        except (ValueError, TypeError) as error:
             raise WeightSyncError(
                 f"an arena's table cannot be read ({error}); use one version of megarl in learner "
                 "and rollout"
             ) from error
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of each allocation, the bytes up to the end of what the arena has in it."""
+        ends = [0] * len(self.handles)
+        for place in self.places:
+            ends[place.segment] = max(ends[place.segment], place.start + place.num_bytes)
+        return ends
 
     def find(self, offset: int, num_bytes: int) -> Place:
         """Where that stretch of the arena lies. Raises WeightSyncError where it is nowhere."""
@@ -201,19 +214,20 @@ class CudaArena:
         Good for one publish: its readers close it before they answer, as the tensors may move.
         Raises WeightSyncError where one cannot be exported; `can_export` says so beforehand.
         """
-        segments: dict[int, int] = {}
+        segments: list[Allocation] = []
         handles: list[str] = []
         places = []
         for offset, tensor in sorted(tensors.items()):
-            verdict = can_export(tensor, memory)
-            if not verdict.ok:
-                raise WeightSyncError(f"a parameter cannot be exported: {verdict.why}")
-            base = memory.allocation(tensor.data_ptr()).base
-            if base not in segments:
-                segments[base] = len(handles)
-                handles.append(memory.export(base).hex())
-            size = tensor.numel() * tensor.element_size()
-            places.append(Place(offset, size, segments[base], tensor.data_ptr() - base))
+            pointer, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+            index = _holding(segments, pointer, size) if tensor.is_contiguous() else -1
+            if index < 0:
+                verdict = can_export(tensor, memory)
+                if not verdict.ok:
+                    raise WeightSyncError(f"a parameter cannot be exported: {verdict.why}")
+                index = len(segments)
+                segments.append(memory.allocation(pointer))
+                handles.append(memory.export(segments[index].base).hex())
+            places.append(Place(offset, size, index, pointer - segments[index].base))
         table = Table(memory.gpu, _this_process(), False, tuple(handles), tuple(places))
         header = _header(run_id, generation, rank, table, digest)
         return cls(memory, header, False, None, torch.empty(0, dtype=torch.uint8))
@@ -273,6 +287,14 @@ def sweep() -> int:
     return len(_KEPT)
 
 
+def _holding(segments: Sequence[Allocation], pointer: int, num_bytes: int) -> int:
+    """Which allocation that memory lies in; -1 where in none of them."""
+    for index, found in enumerate(segments):
+        if found.base <= pointer and pointer + num_bytes <= found.base + found.num_bytes:
+            return index
+    return -1
+
+
 @cache
 def _token() -> str:
     return secrets.token_hex(8)
@@ -309,6 +331,7 @@ class CudaArenaReader:
 
     `memory` is that of the GPU that reads. Raises WeightSyncError where the arena is not there, is
     not the one that `ref` and `digest` name, is this process's own, or is open here already.
+    `where` says at which addresses its bytes are: views of two readers with equal ones are alike.
     """
 
     def __init__(self, ref: ArenaRef, digest: str, memory: DeviceMemory) -> None:
@@ -331,7 +354,11 @@ class CudaArenaReader:
         except BaseException:
             _shut(memory, opened, lock)
             raise
-        self._pointers = tuple(opened.values())
+        self._segments = [
+            tensor_over(pointer, size, memory.device)
+            for pointer, size in zip(opened.values(), self._table.sizes, strict=True)
+        ]
+        self.where: tuple[object, ...] = (tuple(opened.values()), self._table.places)
         self._finalizer = weakref.finalize(self, _shut, memory, opened, lock)
         self._finalizer.atexit = False  # the driver may have gone by then, and the process ends
 
@@ -374,8 +401,7 @@ class CudaArenaReader:
         if not self._finalizer.alive:
             raise WeightSyncError(f"arena {self.ref.name} was closed and is read again")
         place = self._table.find(offset, num_bytes)
-        pointer = self._pointers[place.segment] + place.start
-        return tensor_over(pointer, num_bytes, self._memory.device)
+        return self._segments[place.segment][place.start : place.start + num_bytes]
 
     def close(self) -> None:
         """Unmap the memory, once, after the GPU has done what it was asked."""

@@ -136,6 +136,8 @@ class Arena:
 class ArenaReader:
     """One arena, mapped for reading in another process. Unmapped with its last view.
 
+    `where` says at which address its bytes are.
+
     Raises WeightSyncError where the arena is not there, or is not the one that `ref` and `digest`
     name.
     """
@@ -156,6 +158,7 @@ class ArenaReader:
                 if ref.num_bytes
                 else torch.empty(0, dtype=torch.uint8)
             )
+        self.where: tuple[object, ...] = (self.data.data_ptr(), ref.num_bytes)
 
     def check(self) -> None:
         """Raise WeightSyncError where it is not what it was, or was cut short: reading what is not
