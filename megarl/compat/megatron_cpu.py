@@ -102,6 +102,7 @@ def _redirect_megatron() -> None:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import token_dispatcher
 
     rotate = rope_utils._apply_rotary_pos_emb_bshd
@@ -132,6 +133,11 @@ def _redirect_megatron() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = counts_on_cpu
+
+    # Latent attention asks of a projection down whether it is this one, to have it whole.
+    from megarl.compat.megatron_parts import WholeLinear
+
+    multi_latent_attention.TELinear = WholeLinear
 
 
 def init_optimizer_state(optimizer: Any) -> None:

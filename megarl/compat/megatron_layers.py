@@ -1,27 +1,28 @@
-"""A decoder block of Megatron's local layers, for machines without Transformer Engine.
+"""A decoder block of Megatron's parts, for machines without Transformer Engine and with it.
 
-Owns the three parts that Megatron has only through Transformer Engine: the linear with its norm
-inside, RMSNorm under sequence parallelism, and attention over packed sequences. Parameter names are
-those of the Transformer Engine block, so layouts and checkpoints are the same on CPU and GPU; but
-for routed experts and latent attention, which have their local names here. Knows nothing of
+Owns which part stands where. Without Transformer Engine, names and shapes of parameters are still
+those of its block, so layouts and checkpoints are the same on CPUs and GPUs. Knows nothing of
 megarl's learner. Import it after `megatron_cpu.install()`.
 
-For: megatron-core 0.19.2. Ends when Megatron's local layers do these three.
+For: megatron-core 0.19.2. Ends when Megatron's local layers do what `megatron_parts.py` does.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_mlp_module_spec_for_backend,
+)
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttention,
     MLASelfAttentionSubmodules,
@@ -34,91 +35,15 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch import Tensor
 
-
-def _mark(weight: Any, config: TransformerConfig) -> None:
-    """Have Megatron sum the weight's gradient over tensor ranks under sequence parallelism."""
-    weight.sequence_parallel = config.sequence_parallel
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, with its weight marked."""
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object
-    ) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        _mark(self.weight, config)
-
-
-class NormedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
-    """RMSNorm and column-parallel linear in one, as Transformer Engine's, with its names."""
-
-    def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
-    ) -> None:
-        super().__init__(input_size, output_size, config=config, **kwargs)
-        weight = torch.ones(input_size, dtype=config.params_dtype)
-        self.layer_norm_weight = torch.nn.Parameter(weight)
-        _mark(self.layer_norm_weight, config)
-
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The linear of the normed input, as (output, bias)."""
-        eps = self.config.layernorm_epsilon
-        normed = F.rms_norm(input_, input_.shape[-1:], self.layer_norm_weight, eps)
-        return super().forward(normed, *args, **kwargs)
-
-
-# T packed tokens, S tokens of one sequence, B batch, N heads, D head width
-class CoreAttention(torch.nn.Module):
-    """Causal attention on torch's SDPA, over whole sequences or packed ones (thd)."""
-
-    def __init__(
-        self, *, softmax_scale: float | None = None, pg_collection: Any, **kwargs: object
-    ) -> None:
-        super().__init__()
-        assert pg_collection.cp.size() == 1, "this attention does not do context parallelism"
-        self.scale = softmax_scale
-
-    def _attend(self, query_BSND: Tensor, key_BSND: Tensor, value_BSND: Tensor) -> Tensor:
-        """[B, S, N, D] to [B, S, N * D]; key and value may have fewer heads."""
-        query, key, value = (t.transpose(1, 2) for t in (query_BSND, key_BSND, value_BSND))
-        out = F.scaled_dot_product_attention(
-            query, key, value, scale=self.scale, is_causal=True, enable_gqa=True
-        )
-        return out.transpose(1, 2).flatten(2)
-
-    def _attend_packed(self, parts_TND: tuple[Tensor, ...], cu_seqlens: Tensor) -> Tensor:
-        """[T, N, D] to [T, N * D]; sequences of one length are one batch."""
-        starts: dict[int, list[int]] = {}
-        for start, length in zip(cu_seqlens.tolist(), cu_seqlens.diff().tolist(), strict=False):
-            starts.setdefault(length, []).append(start)
-        places, outputs = [], []
-        for length, begin in starts.items():
-            at_BS = torch.tensor(begin)[:, None] + torch.arange(length)
-            batch = (part_TND[at_BS] for part_TND in parts_TND)
-            outputs.append(self._attend(*batch).flatten(0, 1))
-            places.append(at_BS.flatten())
-        return torch.cat(outputs)[torch.cat(places).argsort()]
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        packed_seq_params: Any = None,
-        **kwargs: object,
-    ) -> Tensor:
-        """[S, B, N, D] to [S, B, N * D]; packed: [T, N, D] to [T, N * D].
-
-        Packed sequences must cover all T tokens.
-        """
-        if packed_seq_params is None:
-            batch = (t.transpose(0, 1) for t in (query, key, value))
-            return self._attend(*batch).transpose(0, 1)
-        return self._attend_packed((query, key, value), packed_seq_params.cu_seqlens_q)
+from megarl.compat.megatron_experts import ColumnGroupedLinear, RowGroupedLinear
+from megarl.compat.megatron_latent import LatentAttention
+from megarl.compat.megatron_parts import (
+    CoreAttention,
+    NormedColumnParallelLinear,
+    RMSNorm,
+    WholeLinear,
+)
 
 
 class _Backend(LocalSpecProvider):  # type: ignore[misc]
@@ -136,26 +61,38 @@ class _Backend(LocalSpecProvider):  # type: ignore[misc]
     def layer_norm(self, *args: object, **kwargs: object) -> type:
         return RMSNorm
 
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        if not moe_use_grouped_gemm:
+            return super().grouped_mlp_modules(False)
+        linears = GroupedMLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+        return partial(TEGroupedMLP, submodules=linears)
+
 
 def block_spec(
     config: TransformerConfig, num_layers: int, first_layer: int = 0, fused: bool = True
 ) -> TransformerBlockSubmodules:
-    """The spec of `num_layers` decoder layers from `first_layer` on, dense or with experts.
+    """The spec, without Transformer Engine, of `num_layers` decoder layers from `first_layer` on.
 
     `fused`: norms are inside the linears that follow them, as in Transformer Engine's spec; else
-    beside them, as in Megatron's local one. Latent attention has only the latter: Megatron knows
-    the classes of its linears by name. Experts are Megatron's SequentialMLP.
+    beside them, as in Megatron's local one, which also cuts latent attention's projections down.
+    Experts are one module with a weight for each (`config.moe_grouped_gemm`), else SequentialMLP.
     """
-    assert not (fused and config.multi_latent_attention), "latent attention: give fused=False"
-    if config.multi_latent_attention:
-        attention = _latent_attention(full_rank=config.q_lora_rank is None)
-    else:
-        attention = _attention(config, fused)
+    attention = (_latent_attention if config.multi_latent_attention else _attention)(config, fused)
     layers = [
         _layer(config, attention, has_experts, fused)
         for has_experts in _expert_layers(config)[first_layer : first_layer + num_layers]
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def engine_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's own spec for Transformer Engine, of the layers of this pipeline stage."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention
+        if attention.module is MLASelfAttention:
+            attention.module = LatentAttention
+    return block
 
 
 def mtp_spec(config: TransformerConfig, fused: bool = True) -> MultiTokenPredictionBlockSubmodules:
@@ -178,14 +115,19 @@ def _expert_layers(config: TransformerConfig) -> list[bool]:
 def _layer(
     config: TransformerConfig, attention: ModuleSpec, has_experts: bool, fused: bool
 ) -> ModuleSpec:
-    experts = config.num_moe_experts if has_experts else None
+    mlp = get_mlp_module_spec_for_backend(
+        _Backend(fused),
+        num_experts=config.num_moe_experts if has_experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+    )
+    # Projections down from one normed input, or router and experts: no linear can hold their norm.
+    beside = RMSNorm if config.multi_latent_attention or not fused else IdentityOp
     layer = TransformerLayerSubmodules(
-        input_layernorm=IdentityOp if fused else RMSNorm,
+        input_layernorm=beside,
         self_attention=attention,
         self_attn_bda=get_bias_dropout_add,
-        # Router and experts read one normed input, so no linear can hold their norm.
         pre_mlp_layernorm=RMSNorm if has_experts or not fused else IdentityOp,
-        mlp=get_mlp_module_spec_for_backend(_Backend(fused), num_experts=experts),
+        mlp=mlp,
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=layer)
@@ -206,36 +148,22 @@ def _attention(config: TransformerConfig, fused: bool) -> ModuleSpec:
     )
 
 
-class FullRankQueries(MLASelfAttention):  # type: ignore[misc]
-    """Latent attention without a low rank for queries: they are projected as they come.
-
-    Megatron's own choice of classes puts a norm, with a weight that no policy has, in front of
-    `linear_q_proj` wherever keys and values are normed.
-    """
-
-    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        return {
-            "linear_q_proj": submodules.linear_q_proj,
-            "linear_q_up_proj": IdentityOp,
-            "linear_kv_up_proj": submodules.linear_kv_up_proj,
-            "q_layernorm": IdentityOp,
-            "kv_layernorm": submodules.kv_layernorm,
-        }
-
-
-def _latent_attention(full_rank: bool) -> ModuleSpec:
+def _latent_attention(config: TransformerConfig, fused: bool) -> ModuleSpec:
+    down = WholeLinear if fused else ColumnParallelLinear
+    up = NormedColumnParallelLinear if fused else ColumnParallelLinear
+    norm = IdentityOp if fused else RMSNorm
     return ModuleSpec(
-        module=FullRankQueries if full_rank else MLASelfAttention,
+        module=LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
-            linear_q_down_proj=ColumnParallelLinear,
-            linear_q_up_proj=ColumnParallelLinear,
-            linear_kv_down_proj=ColumnParallelLinear,
-            linear_kv_up_proj=ColumnParallelLinear,
+            linear_q_down_proj=down,
+            linear_q_up_proj=up,
+            linear_kv_down_proj=down,
+            linear_kv_up_proj=up,
             core_attention=CoreAttention,
             linear_proj=RowParallelLinear,
-            q_layernorm=RMSNorm,
-            kv_layernorm=RMSNorm,
+            q_layernorm=norm,
+            kv_layernorm=norm,
         ),
     )

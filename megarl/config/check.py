@@ -22,11 +22,12 @@ from megarl.config.check_model import (
     longest_sample,
 )
 from megarl.config.check_parallel import check_ranks, check_runnable, check_servers
+from megarl.config.layouts import learner_layout, trained_shape
 from megarl.config.schema import Config
 from megarl.config.transformer_fields import field_violations
 from megarl.config.violation import Violation
 from megarl.errors import LayoutError, ModelError
-from megarl.reshard.files import checkpoint_layout
+from megarl.reshard.files import layout_of_headers, policy_headers
 
 MAX_PORT = 65535
 
@@ -41,7 +42,8 @@ def check_config(config: Config) -> list[Violation]:
         shape = read_shape(model)
         untrained = list(check_trained(model, shape))
         if not untrained:
-            checkpoint_layout(model, block_table(shape))
+            policy = block_table(trained_shape(shape))
+            layout_of_headers(policy_headers(model, block_table(shape), policy), policy)
     except (ModelError, LayoutError) as error:
         found.append(Violation(str(error), ("actor.model",)))
     found += untrained
@@ -50,9 +52,19 @@ def check_config(config: Config) -> list[Violation]:
     found += check_settings(config)
     if shape is not None and not untrained:
         found += check_shape(config, shape)
+        found += [] if found else _laid_out(config, shape)
     found += check_servers(config, None if untrained else shape)
     found += check_machine(config, os.environ)
     return found
+
+
+def _laid_out(config: Config, shape: ModelShape) -> Iterator[Violation]:
+    """What the learner's layout says itself: of pipelines that are not even."""
+    try:
+        learner_layout(config, trained_shape(shape))
+    except LayoutError as error:
+        names = ("pp", "first_stage_layers", "last_stage_layers", "pipeline_layout")
+        yield Violation(str(error), tuple(f"learner.parallel.{name}" for name in names))
 
 
 def check_settings(config: Config) -> list[Violation]:

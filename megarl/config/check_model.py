@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megarl.actor.families import FAMILIES
-from megarl.actor.shape import ModelShape
+from megarl.actor.shape import MixtureOfExperts, ModelShape
 from megarl.config.schema import Config
 from megarl.config.violation import Violation
 
 # SGLang 0.5.23 on a CPU pads intermediate sizes to a multiple of 32 x tp, configs/update_config.py
 CPU_INTERMEDIATE_MULTIPLE = 32
+
+# A group of experts is chosen by the sum of so many of its scores, DeepSeek-V3 2024, 2.1.2.
+GROUP_SCORES = 2
 
 LENGTHS = ("prompts.max_prompt_tokens", "rollout.sampling.max_new_tokens")
 
@@ -28,7 +31,7 @@ def check_shape(config: Config, shape: ModelShape) -> list[Violation]:
 
 
 def check_trained(model: Path, shape: ModelShape) -> Iterator[Violation]:
-    """Whether the learner computes the model: dense families, in weights that it can update."""
+    """Whether the learner computes the model, in weights that it can update."""
     if not FAMILIES[shape.architecture].trained:
         trained = ", ".join(name for name, family in FAMILIES.items() if family.trained)
         yield Violation(
@@ -42,6 +45,28 @@ def check_trained(model: Path, shape: ModelShape) -> Iterator[Violation]:
             "use the checkpoint in bfloat16",
             ("actor.model",),
         )
+    elif shape.moe is not None:
+        for fault in router_faults(shape.moe):
+            yield Violation(f"{model}: {fault}; megarl cannot train it", ("actor.model",))
+
+
+def router_faults(moe: MixtureOfExperts) -> list[str]:
+    """Where Megatron's router would choose otherwise than the model's; empty where it does not.
+
+    Source: megatron-core 0.19.2, topk_routing_with_score_function and group_limited_topk.
+    """
+    faults = []
+    chosen, groups = moe.experts_per_token, moe.groups_per_token
+    if moe.scoring == "sigmoid" and not moe.normalize and chosen > 1:
+        faults.append("norm_topk_prob is false, but Megatron normalizes chosen sigmoid scores")
+    if moe.normalize and chosen == 1:
+        faults.append("num_experts_per_tok is 1, but Megatron normalizes no single score")
+    if moe.num_groups > 1 and chosen // groups != GROUP_SCORES:
+        faults.append(
+            f"a group is chosen by {GROUP_SCORES} scores, but Megatron takes num_experts_per_tok / "
+            f"topk_group = {chosen} / {groups}"
+        )
+    return faults
 
 
 def check_model_files(config: Config, model: Path) -> Iterator[Violation]:
@@ -96,6 +121,51 @@ def _learner_layout(config: Config, shape: ModelShape) -> Iterator[Violation]:
             f"stages; use {sizes}",
             ("learner.parallel.pp", "actor.model"),
         )
+    if shape.moe is None:
+        yield from _no_experts(config)
+    else:
+        yield from _learner_experts(config, shape.moe)
+
+
+def _no_experts(config: Config) -> Iterator[Violation]:
+    for name in ("ep", "etp"):
+        size = getattr(config.learner.parallel, name)
+        if size > 1:
+            yield Violation(
+                f"learner.parallel.{name} = {size}: actor.model has no routed experts; use 1",
+                (f"learner.parallel.{name}", "actor.model"),
+            )
+
+
+def _learner_experts(config: Config, moe: MixtureOfExperts) -> Iterator[Violation]:
+    """The experts' own axes, and sequence parallelism, which Megatron trains them with."""
+    parallel = config.learner.parallel
+    sizes = (
+        ("ep", "experts", moe.num_experts),
+        ("etp", "rows of an expert's gate (moe_intermediate_size)", moe.expert_intermediate_size),
+    )
+    for name, words, count in sizes:
+        size = getattr(parallel, name)
+        if count % size:
+            divisors = [str(n) for n in range(1, count + 1) if count % n == 0]
+            yield Violation(
+                f"learner.parallel.{name} = {size}: {count} {words} do not split over {size} "
+                f"ranks; use {', '.join(divisors[:-1])} or {divisors[-1]}",
+                (f"learner.parallel.{name}", "actor.model"),
+            )
+    if parallel.etp > 1 and uses_cpu(config):
+        yield Violation(
+            f"learner.parallel.etp = {parallel.etp}: on CPUs Gloo cannot gather different numbers "
+            "of tokens from ranks; use 1, and learner.parallel.ep to divide the experts",
+            ("learner.parallel.etp", "launch.device"),
+        )
+    name = "learner.transformer_config.sequence_parallel"
+    if parallel.tp > 1 and config.learner.transformer_config.get("sequence_parallel") is False:
+        yield Violation(
+            f"{name} = false: with learner.parallel.tp = {parallel.tp} Megatron trains routed "
+            "experts only with it; remove it",
+            ("learner.transformer_config", "learner.parallel.tp"),
+        )
 
 
 def learner_tp_faults(shape: ModelShape, tp: int) -> list[str]:
@@ -110,10 +180,13 @@ def learner_tp_faults(shape: ModelShape, tp: int) -> list[str]:
     if shape.num_kv_heads % tp and tp % shape.num_kv_heads:
         faults.append(f"{shape.num_kv_heads} kv heads are neither a multiple nor a divisor of {tp}")
     qkv_rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    if qkv_rows % tp:
+    if qkv_rows % tp and shape.mla is None:
         faults.append(f"{qkv_rows} rows of q, k and v do not split over {tp} ranks")
-    if shape.intermediate_size % tp:
+    if shape.intermediate_size % tp and "dense" in shape.layer_kinds:
         faults.append(f"intermediate size {shape.intermediate_size} does not split over {tp} ranks")
+    if shape.moe is not None and shape.moe.shared_intermediate_size % tp:
+        shared = shape.moe.shared_intermediate_size
+        faults.append(f"{shared} rows of the shared experts' gate do not split over {tp} ranks")
     return faults
 
 

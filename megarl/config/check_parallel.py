@@ -16,7 +16,6 @@ from megarl.actor.shape import ModelShape, read_shape
 from megarl.config.check_model import rollout_faults, uses_cpu
 from megarl.config.schema import Config
 from megarl.config.server_arguments import argument_violations, server_mesh
-from megarl.config.toml import shortened
 from megarl.config.transformer_fields import field_violations
 from megarl.config.violation import Violation
 from megarl.errors import LayoutError, ModelError
@@ -24,7 +23,7 @@ from megarl.reshard.mesh import MAX_RANKS
 from megarl.reshard.sglang_limits import check_served
 
 PLANNED = "`megarl reshard explain` plans it"
-TRAINED = "the learner computes with tensor, pipeline and data parallelism only"
+TRAINED = "the learner computes with tensor, pipeline, data and expert parallelism only"
 COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 SERVED = "SGLang's update call does not tell the ranks of pipeline stages apart"
 
@@ -176,19 +175,10 @@ def _servers(config: Config) -> Iterator[Violation]:
 def check_runnable(config: Config) -> Iterator[Violation]:
     """What can be laid out and planned, but not be trained or served yet."""
     learner, rollout = config.learner.parallel, config.rollout
-    for name in ("vpp", "cp", "ep", "etp"):
+    for name in ("vpp", "cp"):
         size = getattr(learner, name)
         if size > 1:
             yield _not_yet(f"learner.parallel.{name}", size, TRAINED, 1)
-    for name, unset in (
-        ("first_stage_layers", 0),
-        ("last_stage_layers", 0),
-        ("pipeline_layout", ""),
-    ):
-        value = getattr(learner, name)
-        if value != unset:
-            reason = "the learner's pipeline stages all have the same number of layers"
-            yield _not_yet(f"learner.parallel.{name}", value, reason, unset)
     if rollout.parallel.pp > 1:
         yield _not_yet("rollout.parallel.pp", rollout.parallel.pp, SERVED, 1)
     if rollout.precision.weights != "policy":
@@ -216,6 +206,4 @@ def _colocated(config: Config) -> Iterator[Violation]:
 
 
 def _not_yet(name: str, found: object, reason: str, use: object) -> Violation:
-    shown = shortened(repr(found)) if found == "" or name.endswith("pipeline_layout") else found
-    wanted = "leave it empty" if use == "" else f"use {use}"
-    return Violation(f"{name} = {shown}: {reason} as yet; {wanted} ({PLANNED})", (name,))
+    return Violation(f"{name} = {found}: {reason} as yet; use {use} ({PLANNED})", (name,))

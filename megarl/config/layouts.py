@@ -6,7 +6,7 @@ Owns what settings mean as meshes, pipelines and layouts; the servers' mesh is i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.actor.families import FAMILIES
 from megarl.actor.shape import ModelShape, read_shape
@@ -51,9 +51,7 @@ def run_layouts(config: Config, gpus_per_node: int = 8) -> RunLayouts:
     learner, server = learner_mesh(config), server_mesh(config, shape)
     fields = config.learner.transformer_config
     check_supported(fields)
-    source = megatron_layout(
-        shape, learner, pipeline=learner_pipeline(config, shape), forms=_forms(config)
-    )
+    source = learner_layout(config, shape)
     decisions: Decisions = {}
     if config.rollout.precision.weights == "fp8":
         if not FAMILIES[shape.architecture].served.fp8:
@@ -76,6 +74,28 @@ def run_layouts(config: Config, gpus_per_node: int = 8) -> RunLayouts:
         _placement(config, source, destination, gpus_per_node),
         POLICY_BYTES[config.learner.precision.params],
         decisions,
+    )
+
+
+def trained_shape(shape: ModelShape) -> ModelShape:
+    """The policy that a learner holds: the model without layers for multi-token prediction.
+
+    They are a draft for decoding, and no log-prob of the policy depends on them: a learner neither
+    loads, trains nor publishes them.
+    """
+    return replace(shape, num_mtp_layers=0)
+
+
+def learner_layout(config: Config, shape: ModelShape) -> Layout:
+    """What each rank of the learner holds of `shape`. Raises LayoutError where it does not split.
+
+    On CPUs and on GPUs alike: names and shapes are Transformer Engine's.
+    """
+    return megatron_layout(
+        shape,
+        learner_mesh(config),
+        pipeline=learner_pipeline(config, shape),
+        forms=learner_forms(config),
     )
 
 
@@ -117,13 +137,12 @@ def learner_pipeline(config: Config, shape: ModelShape) -> Pipeline:
     )
 
 
-def _forms(config: Config) -> tuple[str, ...]:
+def learner_forms(config: Config) -> tuple[str, ...]:
     """How the learner holds attention and experts."""
     fields = config.learner.transformer_config
     if fields.get("moe_single_grouped_weight"):
         return ("te", "grouped")
-    alone = fields.get("moe_grouped_gemm") is False or config.launch.device == "cpu"
-    return ("te", "sequential" if alone else "per_expert")
+    return ("te", "sequential" if fields.get("moe_grouped_gemm") is False else "per_expert")
 
 
 def _placement(

@@ -42,7 +42,8 @@ class RolloutPrecisionConfig(Group):
 
 class LearnerParallelConfig(Group):
     """Layout of the learner; the data-parallel size follows from `placement.learner_gpus`. A run
-    takes `tp` and `pp` alone as yet; `megarl reshard explain` plans all."""
+    takes all but `vpp` and `cp` as yet; `megarl reshard explain` plans all. Routed experts are
+    trained with sequence parallelism wherever `tp` is above 1."""
 
     tp: Positive = 1
     """Tensor-parallel ranks."""
@@ -55,7 +56,7 @@ class LearnerParallelConfig(Group):
     ep: Positive = 1
     """Expert-parallel ranks; with `etp` they divide the ranks of a stage, tp x cp x dp."""
     etp: Positive = 1
-    """Tensor-parallel ranks of each routed expert."""
+    """Tensor-parallel ranks of each routed expert. A run on CPUs takes 1 alone."""
     first_stage_layers: NonNegative = 0
     """Decoder layers of the first pipeline stage. 0 means as many as the others."""
     last_stage_layers: NonNegative = 0

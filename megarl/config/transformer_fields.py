@@ -18,7 +18,10 @@ LIST = Path(__file__).with_name("transformer_fields.json")
 FROM_MODEL = frozenset(
     "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size "
     "normalization layernorm_epsilon gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm "
-    "attention_dropout hidden_dropout".split()
+    "attention_dropout hidden_dropout multi_latent_attention mtp_num_layers num_moe_experts "
+    "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
+    "moe_router_score_function moe_router_pre_softmax moe_router_enable_expert_bias "
+    "moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor".split()
 )
 # Fields that megarl fills from other settings.
 SET_BY = {
@@ -35,6 +38,21 @@ SET_BY = {
     "fp16": "learner.precision.params",
     "use_cpu_initialization": "launch.device",
 }
+
+_OTHER_LOSS = "the loss is the policy's alone, without auxiliary losses of the router"
+_OTHER_POLICY = "log-probs would not be the policy's"
+REFUSED = {
+    "moe_aux_loss_coeff": _OTHER_LOSS,
+    "moe_z_loss_coeff": _OTHER_LOSS,
+    "moe_router_load_balancing_type": _OTHER_LOSS,
+    "moe_expert_capacity_factor": f"it drops tokens, so {_OTHER_POLICY}",
+    "moe_expert_rank_capacity_factor": f"it drops tokens, so {_OTHER_POLICY}",
+    "moe_token_dropping": f"it drops tokens, so {_OTHER_POLICY}",
+    "moe_input_jitter_eps": f"it adds noise to the router, so {_OTHER_POLICY}",
+    "moe_router_force_biased": f"it adds noise to the router, so {_OTHER_POLICY}",
+    "moe_router_force_load_balancing": f"it routes at random, so {_OTHER_POLICY}",
+}
+"""Fields that a learner must not have, and why."""
 
 
 @functools.cache
@@ -60,6 +78,8 @@ def field_violations(given: Mapping[str, int | float | str | bool]) -> list[str]
             found.append(f"{where}: megarl sets it; use {SET_BY[name]}")
         elif name in FROM_MODEL:
             found.append(f"{where}: megarl sets it from the model's config.json; remove it")
+        elif name in REFUSED:
+            found.append(f"{where}: {REFUSED[name]}; remove it")
         elif name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
             hint = f"the nearest is {close[0]}" if close else "see its TransformerConfig"

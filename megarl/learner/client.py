@@ -45,7 +45,7 @@ class LearnerClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def info(self) -> dict[str, int]:
-        """tp, pp, dp, world_size and version of the learner."""
+        """tp, pp, dp, ep, etp, world_size and version of the learner."""
         result: dict[str, int] = await self._call("info")
         return result
 

@@ -1,6 +1,7 @@
 """The ranks of the learner: torch.distributed, Megatron's parallel state, devices and seeds.
 
-Owns how a process becomes rank (t, d, p) of TP x DP x PP. Knows nothing of models, losses or
+Owns how a process becomes rank (t, d, p) of TP x DP x PP, on which the experts have axes of their
+own (EP, ETP). Knows nothing of models, losses or
 batches. Megatron is imported inside functions only, after its CPU substitution is in place.
 """
 
@@ -88,11 +89,11 @@ def start(
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    world_size, wanted = dist.get_world_size(), mesh.tp * mesh.pp * mesh.dp
-    if world_size != wanted:
+    world_size = dist.get_world_size()
+    if world_size != mesh.size:
         raise LaunchError(
             f"the learner has {world_size} processes, but tp={mesh.tp} x pp={mesh.pp} x "
-            f"dp={mesh.dp} needs {wanted}; set placement.learner_gpus to a multiple of tp x pp"
+            f"dp={mesh.dp} needs {mesh.size}; set placement.learner_gpus to a multiple of tp x pp"
         )
     from megatron.core import parallel_state, tensor_parallel
 
@@ -101,6 +102,8 @@ def start(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tp,
         pipeline_model_parallel_size=mesh.pp,
+        expert_model_parallel_size=mesh.ep,
+        expert_tensor_parallel_size=mesh.etp,
         distributed_timeout_minutes=max(1, int(timeout_s // 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

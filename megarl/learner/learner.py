@@ -6,6 +6,7 @@ in `optimizer`, checkpoints in `checkpoint`, weight sync in `weight_sync`. Knows
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,18 +15,20 @@ import torch
 import torch.distributed as dist
 
 from megarl.actor.shape import read_shape
+from megarl.config.layouts import learner_layout, learner_mesh, trained_shape
 from megarl.config.schema import Config
 from megarl.learner import distributed
 from megarl.learner.control import PeerLostError
 from megarl.learner.loss import LossWeights
 from megarl.learner.packing import PackedMicrobatch, check_plan, pack_minibatch, pack_sequences
 from megarl.learner.scoring import KeptLogProbs, Mismatch, ReferencePolicy, passes_needed
-from megarl.reshard.mesh import LearnerMesh
 from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport
 
 if TYPE_CHECKING:
     from megarl.learner.passes import Scores
     from megarl.weight_sync.session import WeightSync
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -38,7 +41,7 @@ class Learner:
     """One rank of the learner, built from the settings; every method is collective over all ranks.
 
     `mark(phase)` is told where a verb stands. `policy.model` is Megatron's DistributedDataParallel,
-    `weights` its live parameters by the names of the layout.
+    `weights` its live parameters, and the buffers that are weights, by the names of `layout`.
     """
 
     def __init__(
@@ -51,24 +54,26 @@ class Learner:
         """
         self.config, self.run_dir, self._mark = config, run_dir, mark
         self.version = 0
-        self.shape = read_shape(config.actor.model)
-        parallel = config.learner.parallel
+        stored = read_shape(config.actor.model)
+        self.shape = trained_shape(stored)
+        self.layout = learner_layout(config, self.shape)
         mark("joining")
         self.ranks = distributed.start(
-            LearnerMesh(tp=parallel.tp, pp=parallel.pp, dp=config.data_parallel),
+            learner_mesh(config),
             device=config.launch.device,
             seed=config.run.seed,
             timeout_s=max(config.deadline.learner_verb_s, config.deadline.learner_start_s),
         )
         # Megatron can be imported only now, with its CPU substitution in place.
-        from megarl.learner import model, offload, optimizer, passes
+        from megarl.learner import model, offload, optimizer, passes, transformer
 
         mark("model")
-        module = model.build_model(self.shape, config.learner, self.ranks)
-        self.weights = model.named_weights(module)
+        module = model.build_model(self.shape, config.learner, self.ranks, self.layout)
+        rank = self.ranks.rank
+        self.weights = model.named_weights(module, self.shape, self.layout, rank)
         mark("checkpoint")
-        model.load_checkpoint(config.actor.model, self.shape, self.ranks, self.weights)
-        dtype = model.DTYPES[config.learner.precision.params]
+        model.load_checkpoint(config.actor.model, self.layout, rank, self.weights)
+        dtype = transformer.DTYPES[config.learner.precision.params]
         self.optimizer = optimizer.Optimizer(module, config.learner.optimizer, dtype)
         self.policy = passes.Policy(
             model=module,
@@ -82,6 +87,12 @@ class Learner:
         self._reference_logprobs = KeptLogProbs()
         self._reference = self._build_reference()
         self._weight_sync: WeightSync | None = None
+        if stored.num_mtp_layers and rank == 0:
+            log.warning(
+                "layers for multi-token prediction are left out: not loaded, trained or published "
+                "num_layers=%d",
+                stored.num_mtp_layers,
+            )
 
     def info(self) -> dict[str, int]:
         """Sizes of the mesh and the policy version that the weights are."""
@@ -90,6 +101,8 @@ class Learner:
             "tp": mesh.tp,
             "pp": mesh.pp,
             "dp": mesh.dp,
+            "ep": mesh.ep,
+            "etp": mesh.etp,
             "world_size": mesh.size,
             "version": self.version,
         }

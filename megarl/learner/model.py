@@ -1,133 +1,48 @@
 """The policy in Megatron-Core: a GPTModel of the right shape on each rank, and its first weights.
 
-Owns the translation of a ModelShape and the settings to Megatron's own configuration, and the
-reading of a Hugging Face checkpoint into the ranks. Knows nothing of losses, batches or optimizers.
-Import it after `megatron_cpu.install()`.
+Owns how the model is built and proved to be as its layout says, and the reading of a Hugging Face
+checkpoint into the ranks. Its configuration is `transformer.py`'s. Knows nothing of losses, batches
+or optimizers. Import it after `megatron_cpu.install()`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megarl.actor.parameters import block_table
-from megarl.actor.shape import ModelShape
+from megarl.actor.shape import Llama3Rope, ModelShape, read_shape
 from megarl.compat import megatron_cpu
 from megarl.config.schema import LearnerConfig
 from megarl.errors import ConfigError, LayoutError
 from megarl.learner.distributed import Ranks
+from megarl.learner.transformer import has_transformer_engine, transformer_config
 from megarl.reshard import execute
-from megarl.reshard.files import layout_of_headers, map_tensors, read_headers
-from megarl.reshard.megatron import megatron_layout, megatron_rank, padded_vocab_size
+from megarl.reshard.engine_tensors import learner_buffers
+from megarl.reshard.files import layout_of_headers, map_tensors, policy_headers
+from megarl.reshard.layout import Layout
+from megarl.reshard.megatron import padded_vocab_size
 from megarl.reshard.plan import Move, make_plan
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-
-def transformer_config(shape: ModelShape, learner: LearnerConfig, ranks: Ranks) -> Any:
-    """Megatron's TransformerConfig of this policy, layout and precision.
-
-    Raises ConfigError where `learner.transformer_config` names a field that Megatron does not have,
-    or one that megarl sets itself.
-    """
-    dtype = DTYPES[learner.precision.params]
-    ours: dict[str, Any] = {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_heads,
-        "num_query_groups": shape.num_kv_heads,
-        "kv_channels": shape.head_dim,
-        "ffn_hidden_size": shape.intermediate_size,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": shape.rms_norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "tensor_model_parallel_size": ranks.mesh.tp,
-        "pipeline_model_parallel_size": ranks.mesh.pp,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "use_cpu_initialization": ranks.device.type == "cpu",
-        "perform_initialization": False,  # every element comes from the checkpoint
-        "calculate_per_token_loss": True,  # gradients are summed over ranks, never averaged
-        "finalize_model_grads_func": sum_gradients,
-    }
-    extra = dict(learner.transformer_config)
-    fused = {"apply_rope_fusion": has_transformer_engine()}  # unfused loops over the sequences
-    violations = _violations(extra, ours)
-    if violations:
-        raise ConfigError(violations)
-    try:
-        return TransformerConfig(**{**ours, **fused, **extra})
-    except (ValueError, AssertionError) as error:
-        raise ConfigError(
-            f"Megatron-Core refuses the learner's configuration with learner.transformer_config = "
-            f"{extra}: {error}"
-        ) from error
-
-
-def _violations(extra: Mapping[str, object], ours: Mapping[str, object]) -> list[str]:
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    violations = []
-    for name in extra:
-        setting = f"learner.transformer_config.{name}"
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"the nearest is {close[0]}" if close else "see megatron.core.transformer"
-            violations.append(f"{setting}: Megatron's TransformerConfig has no such field; {hint}")
-        elif name in ours:
-            violations.append(
-                f"{setting}: megarl sets this field from the model and other settings; remove it"
-            )
-        elif name in ("fp8", "fp4") and not has_transformer_engine():
-            violations.append(
-                f"{setting}: without Transformer Engine, Megatron would silently run without it"
-            )
-    return violations
-
-
-def has_transformer_engine() -> bool:
-    """Whether this process can build Transformer Engine's layers: it has CUDA and the package."""
-    found = importlib.util.find_spec("transformer_engine") is not None
-    return found and torch.cuda.is_available()
-
-
-def sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """Megatron's finalize_model_grads without its division: the loss is divided already."""
-    finalize_model_grads(model, None, **groups)
-
-
-def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks) -> Any:
+def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks, layout: Layout) -> Any:
     """This rank's GPTModel inside Megatron's DistributedDataParallel, all weights zero.
 
-    Parameters live in one buffer for the distributed optimizer. Gradients are summed over
-    data-parallel ranks, in fp32. Raises ConfigError and LayoutError as `transformer_config` and the
-    layout do.
+    `layout` is the learner's. Parameters live in one buffer for the distributed optimizer, those of
+    experts in another. Gradients are summed over data-parallel ranks, in fp32. Raises ConfigError
+    and LayoutError as `transformer_config` does, and LayoutError where the model is not as laid
+    out.
     """
-    rank_layout = megatron_rank(shape, ranks.mesh, ranks.rank)
-    config = transformer_config(shape, learner, ranks)
+    config = transformer_config(shape, learner, ranks.device.type == "cpu")
     rope = shape.rope_scaling
     model = GPTModel(
         config=config,
@@ -138,15 +53,17 @@ def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks) -> Any:
         post_process=ranks.is_last_stage,
         share_embeddings_and_output_weights=shape.tie_embeddings,
         position_embedding_type="rope",
+        rotary_percent=shape.rotary_fraction,
         rotary_base=shape.rope_theta,
-        rope_scaling=rope is not None,
-        **({"rope_scaling_factor": rope.factor} if rope else {}),
+        rope_scaling=isinstance(rope, Llama3Rope),
+        **({"rope_scaling_factor": rope.factor} if isinstance(rope, Llama3Rope) else {}),
     ).to(ranks.device)
+    held = _named(model, shape, layout, ranks.rank)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    expected = {tensor.name: tensor.shape for tensor in rank_layout.tensors}
-    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        for tensor in held.values():
+            tensor.zero_()
+    expected = {tensor.name: tensor.shape for tensor in layout.rank(ranks.rank).tensors}
+    found = {name: tuple(tensor.shape) for name, tensor in held.items()}
     if found != expected:
         differing = sorted(set(found.items()) ^ set(expected.items()))
         raise LayoutError(
@@ -163,25 +80,32 @@ def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks) -> Any:
 
 
 def _layer_spec(config: Any, ranks: Ranks) -> Any:
-    """Transformer Engine's layer where it can run, else the local block with the same names."""
-    if has_transformer_engine():
-        from megatron.core.models.gpt.gpt_layer_specs import (
-            get_gpt_layer_with_transformer_engine_spec,
-        )
+    """Transformer Engine's layers where they can run, else the local block with the same names."""
+    from megarl.compat.megatron_layers import block_spec, engine_block_spec
 
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    if has_transformer_engine():
+        return engine_block_spec(config)
     if not megatron_cpu.is_installed():
         raise ConfigError(
             "the learner runs on CUDA without Transformer Engine; install megarl[gpu], which has it"
         )
-    from megarl.compat.megatron_layers import block_spec
+    num_layers = get_num_layers_to_build(config, pp_rank=ranks.pp_rank)
+    first_layer = get_transformer_layer_offset(config, pp_rank=ranks.pp_rank)
+    return block_spec(config, num_layers, first_layer)
 
-    return block_spec(config, get_num_layers_to_build(config, pp_rank=ranks.pp_rank))
+
+def named_weights(model: Any, shape: ModelShape, layout: Layout, rank: int) -> dict[str, Tensor]:
+    """This rank's parameters and, of its buffers, those that are weights: the router's bias.
+
+    Under the names of its layout; the live storage, not copies. A bias is float32 always.
+    """
+    return _named(model.module, shape, layout, rank)
 
 
-def named_weights(model: Any) -> dict[str, Tensor]:
-    """This rank's parameters under the names of its layout; the live storage, not copies."""
-    return {name: parameter.data for name, parameter in model.module.named_parameters()}
+def _named(module: Any, shape: ModelShape, layout: Layout, rank: int) -> dict[str, Tensor]:
+    buffers = learner_buffers(shape, layout, rank)
+    named = {name: parameter.data for name, parameter in module.named_parameters()}
+    return named | {name: t for name, t in module.named_buffers() if name in buffers}
 
 
 class _Stored:
@@ -196,21 +120,22 @@ class _Stored:
 
 
 def load_checkpoint(
-    model_dir: str | Path, shape: ModelShape, ranks: Ranks, weights: Mapping[str, Tensor]
+    model_dir: str | Path, layout: Layout, rank: int, weights: Mapping[str, Tensor]
 ) -> None:
     """Read this rank's part of the Hugging Face checkpoint into `weights` (by Megatron's names).
 
     Only the slices that this rank holds are read. Numbers are converted to the weights' type;
-    elements of no parameter become zero. Raises ModelError where the checkpoint is not whole.
+    elements of no parameter become zero. What the checkpoint has beyond the policy, layers for
+    multi-token prediction, is passed over. Raises ModelError where the checkpoint is not whole.
     """
-    mine = megatron_layout(shape, ranks.mesh).only(ranks.rank)
-    headers = read_headers(model_dir)
-    plan = make_plan(layout_of_headers(headers, block_table(shape)), mine)
+    mine = layout.only(rank)
+    headers = policy_headers(model_dir, block_table(read_shape(model_dir)), layout.table)
+    plan = make_plan(layout_of_headers(headers, layout.table), mine)
     moves: dict[int, list[Move]] = {}
-    for move in plan.receives(ranks.rank):
+    for move in plan.receives(rank):
         moves.setdefault(move.src, []).append(move)
     with torch.no_grad():
-        execute.clear_paddings(mine.rank(ranks.rank), weights)
+        execute.clear_paddings(mine.rank(rank), weights)
         for src, (path, header) in enumerate(headers.items()):
             read = {move.src_local: header[move.src_local] for move in moves.get(src, ())}
             stored = {name: _Stored(array) for name, array in map_tensors(path, read).items()}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megarl.config.layouts import learner_forms, learner_pipeline
 from megarl.config.server_arguments import server_mesh
 from megarl.learner.addresses import listen_address
 from megarl.nodes import node_name
@@ -38,7 +39,12 @@ def build_weight_sync(learner: Learner) -> WeightSync:
     on_cpu = ranks.device.type == "cpu"
     return WeightSync(
         run_id=os.environ.get(RUN_ID_VARIABLE, f"pid{os.getppid()}"),
-        source=SourceSpec(learner.shape, ranks.mesh),
+        source=SourceSpec(
+            learner.shape,
+            ranks.mesh,
+            forms=learner_forms(config),
+            pipeline=learner_pipeline(config, learner.shape),
+        ),
         rank=ranks.rank,
         parameters=learner.weights,
         dtype=config.learner.precision.params,

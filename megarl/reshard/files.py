@@ -87,6 +87,22 @@ def read_headers(model_dir: str | Path) -> dict[Path, dict[str, StoredTensor]]:
     return {path: dict(sorted(read_header(path).items())) for path in checkpoint_files(model_dir)}
 
 
+def policy_headers(
+    model_dir: str | Path, stored: BlockTable, policy: BlockTable
+) -> dict[Path, dict[str, StoredTensor]]:
+    """`read_headers` without tensors of `stored`, the whole model, that the policy does not have.
+
+    Those are its layers for multi-token prediction, which may be absent too.
+    """
+    beyond = set(stored.duplicates) - set(policy.duplicates)
+    for parameter in set(stored.parameters) - set(policy.parameters):
+        beyond.update(parameter.stored_names())
+    return {
+        path: {name: tensor for name, tensor in header.items() if name not in beyond}
+        for path, header in read_headers(model_dir).items()
+    }
+
+
 def layout_of_headers(
     headers: Mapping[Path, Mapping[str, StoredTensor]], table: BlockTable
 ) -> Layout:

@@ -7,10 +7,10 @@ of the rank's `named_parameters()`, and `named_buffers()` for the router's exper
 
 Source: megatron-core 0.19.2, models/gpt, transformer/ and tensor_parallel/layers.py. The tests
 build real GPTModels on the CPU and compare names, shapes, and logits with Hugging Face's models:
-with the norms inside linears ("te") or beside them ("local") and experts one by one ("sequential").
-For latent attention's "te", "per_expert" (moe_grouped_gemm) and "grouped" (besides
-moe_single_grouped_weight) they build Megatron's own spec for Transformer Engine, with stand-ins
-for its classes: names and shapes inside TELinear and the grouped linears are from reading.
+with the norms inside linears ("te") or beside them ("local"), with experts as weights of one module
+("per_expert", moe_grouped_gemm) or as modules ("sequential"). "grouped" (moe_single_grouped_weight
+besides) is built with stand-ins for Transformer Engine's classes, as is its own spec: names and
+shapes inside TELinear and the grouped linears are from reading.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.reshard.pipeline import Chunk, Pipeline
 from megarl.reshard.rules import Heads, cut_experts, cut_tensor
 
 FORMS = ("te", "per_expert")
-"""With Transformer Engine; megarl's block without it has the norms so too, and `sequential`."""
+"""Those of a learner, with Transformer Engine and without."""
 
 _ATTENTION_FORMS = ("te", "local")
 _EXPERT_FORMS = ("per_expert", "grouped", "sequential")

@@ -64,7 +64,7 @@ from megarl.compat import megatron_cpu
 megatron_cpu.install()
 megatron_cpu.install()  # a second time does nothing
 from megatron.core.packed_seq_params import PackedSeqParams
-from megarl.compat.megatron_layers import CoreAttention
+from megarl.compat.megatron_parts import CoreAttention
 one = types.SimpleNamespace(size=lambda: 1)
 attention = CoreAttention(pg_collection=types.SimpleNamespace(cp=one))
 torch.manual_seed(0)

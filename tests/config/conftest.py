@@ -33,6 +33,16 @@ MODEL = {
     "vocab_size": 32,
 }
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+
 SETTINGS = """\
 [actor]
 model = "model"
@@ -77,7 +87,11 @@ class Place:
         """Another config.json, with weights of its shape."""
         (self.model / "config.json").write_text(json.dumps({**MODEL, **fields}))
         table = parameter_table(read_shape(self.model))
-        weights = {p.name: np.zeros(p.shape, np.float32) for p in table}
+        weights = {
+            name: np.zeros(p.shape[1:] if p.stacked else p.shape, np.float32)
+            for p in table
+            for name in p.stored_names()
+        }
         save_file(weights, self.model / "model.safetensors", {"format": "pt"})
 
 

@@ -10,6 +10,7 @@ from megarl.config.check_parallel import check_servers
 from megarl.config.layouts import learner_pipeline, run_layouts
 from megarl.config.load import load_layout
 from megarl.errors import ConfigError, LayoutError
+from tests.config.conftest import EXPERTS
 from tests.reshard.models import tiny_shape
 
 
@@ -18,9 +19,6 @@ from tests.reshard.models import tiny_shape
     [
         ("learner.parallel.vpp", "2"),
         ("learner.parallel.cp", "2"),
-        ("learner.parallel.first_stage_layers", "1"),
-        ("learner.parallel.last_stage_layers", "1"),
-        ("learner.parallel.pipeline_layout", "Et*4L"),
         ("rollout.parallel.pp", "2"),
         ("rollout.precision.weights", "fp8"),
     ],
@@ -41,8 +39,59 @@ def test_colocated_run_refuses_more_server_ranks_than_learner_ranks(place) -> No
 
 
 @pytest.mark.parametrize("name", ["learner.parallel.ep", "learner.parallel.etp"])
-def test_run_refuses_experts_ranks(place, name: str) -> None:
-    assert f"{name} = 2" in place.violation(f"--{name}", "2", "--placement.learner_gpus", "2")
+def test_run_of_a_dense_model_refuses_ranks_for_experts(place, name: str) -> None:
+    text = place.violation(f"--{name}", "2", "--placement.learner_gpus", "2")
+    assert text == f"{name} = 2: actor.model has no routed experts; use 1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            "--learner.parallel.ep 3 --placement.learner_gpus 3",
+            "learner.parallel.ep = 3: 8 experts do not split over 3 ranks; use 1, 2, 4 or 8",
+        ),
+        (
+            "--learner.parallel.etp 2 --placement.learner_gpus 2 --launch.device cpu",
+            "learner.parallel.etp = 2: on CPUs Gloo cannot gather different numbers of tokens from "
+            "ranks; use 1, and learner.parallel.ep to divide the experts",
+        ),
+        (
+            "--learner.parallel.tp 2 --learner.transformer_config.sequence_parallel false",
+            "learner.transformer_config.sequence_parallel = false: with learner.parallel.tp = 2 "
+            "Megatron trains routed experts only with it; remove it",
+        ),
+        (
+            "--learner.transformer_config.moe_aux_loss_coeff 0.01",
+            "learner.transformer_config.moe_aux_loss_coeff: the loss is the policy's alone, "
+            "without auxiliary losses of the router; remove it",
+        ),
+    ],
+)
+def test_run_with_experts_refuses_what_megatron_cannot_train(
+    place, arguments: str, text: str
+) -> None:
+    place.change_model(**EXPERTS)
+    assert place.violation(*arguments.split()) == text
+
+
+def test_run_with_experts_takes_expert_parallelism(place) -> None:
+    place.change_model(**EXPERTS)
+    arguments = "--learner.parallel.tp 2 --learner.parallel.ep 4 --placement.learner_gpus 4"
+    assert place.load(*arguments.split()).learner.parallel.ep == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("first_stage_layers", "1"), ("last_stage_layers", "3"), ("pipeline_layout", "Et|tttL")],
+)
+def test_run_takes_pipelines_that_are_not_even(place, name: str, value: str) -> None:
+    place.load("--learner.parallel.pp", "2", f"--learner.parallel.{name}", value)
+
+
+def test_run_refuses_a_pipeline_of_another_model(place) -> None:
+    arguments = "--learner.parallel.pp 2 --learner.parallel.pipeline_layout Et|ttL"
+    assert place.violation(*arguments.split()).startswith("the pipeline has 3 decoder layers, the ")
 
 
 def test_run_takes_servers_with_data_parallel_attention(place) -> None:

@@ -1,10 +1,12 @@
 """One rank of the parity run: the recorded minibatch through every layout of a list.
 
-Reads FOLDER/cases.json; writes gradients, by Megatron's names, and what the verbs answered.
+Reads CASES.json; writes beside it gradients, by Megatron's names, what the verbs answered, and
+digests of the weights after two steps.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -21,6 +23,11 @@ from megarl.learner.learner import Learner
 from megarl.learner.loss import LossWeights
 from megarl.learner.wire import decode
 from megarl.types import Batch, MinibatchPlan
+
+
+def digest(array: np.ndarray) -> str:
+    """Of all bits of an array."""
+    return hashlib.sha256(array.tobytes()).hexdigest()
 
 
 def gradients(learner: Learner, plan: MinibatchPlan, weights: LossWeights) -> dict[str, Any]:
@@ -51,6 +58,8 @@ def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
         "step": learner.step(plan),
         "step again": learner.step(plan),
     }
+    digests = {name: digest(weight.numpy()) for name, weight in learner.weights.items()}
+    (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(digests))
     if rank == 0:
         (folder / f"{case['name']}.json").write_text(json.dumps(answers))
     stop()
@@ -58,11 +67,11 @@ def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
 
 def main() -> None:
     """Run every case whose mesh has this rank."""
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    cases, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     torch.set_num_threads(1)
-    for case in json.loads((folder / "cases.json").read_text()):
+    for case in json.loads(cases.read_text()):
         if rank < case["world_size"]:
-            run_case(case, folder, rank)
+            run_case(case, cases.parent, rank)
 
 
 if __name__ == "__main__":

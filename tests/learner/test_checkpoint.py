@@ -75,7 +75,8 @@ def uninterrupted(folder: Path, plan: MinibatchPlan) -> Course:
     async def course() -> Course:
         async with running.client() as client:
             info = await client.info()
-            assert info == {"tp": 2, "pp": 1, "dp": 1, "world_size": 2, "version": 0}
+            sizes = {"tp": 2, "pp": 1, "dp": 1, "ep": 1, "etp": 1, "world_size": 2}
+            assert info == {**sizes, "version": 0}
             scores = await client.score(Batch(0, (plan,), 0, 7))
             assert set(scores) >= {"mismatch/mean_abs_logprob", "mismatch/mean_ratio"}
             assert (await client.publish(0, [])).servers == ()

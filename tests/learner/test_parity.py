@@ -2,217 +2,149 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
-from megarl.actor.shape import read_shape
+from megarl.reshard.engine_tensors import learner_buffers
 from megarl.reshard.execute import slices
 from megarl.reshard.layout import local_box
-from megarl.reshard.megatron import megatron_layout
-from megarl.reshard.mesh import LearnerMesh
-from tests.learner import recorded, tiny_models
+from tests.learner.parity import Case, Oracle, Runs
+from tests.learner.parity_ranks import digest
 
-TEMPERATURE = 0.8
-WEIGHTS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.01, "kl_coef": 0.05}
 MODELS = {"qwen3": False, "llama": True, "qwen2": False}  # family: tied embeddings
+EXPERTS = ("qwen3-moe", "deepseek-v3", "moonlight", "glm4-moe")
+SP = {"transformer_config": {"sequence_parallel": True}}
 RECOMPUTED = "qwen3-pp2-dp2-recomputed"
-# name: (model, tp, pp, dp, more settings)
-CASES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
-    "qwen3-tp1": ("qwen3", 1, 1, 1, {}),
-    "qwen3-tp2": ("qwen3", 2, 1, 1, {}),
-    "qwen3-pp2": ("qwen3", 1, 2, 1, {}),
-    "qwen3-tp2-pp2": ("qwen3", 2, 2, 1, {}),
-    "qwen3-dp2": ("qwen3", 1, 1, 2, {}),
-    "qwen3-tp4": ("qwen3", 4, 1, 1, {}),
-    "qwen3-tp2-sp-dp2": (
+CASES = {
+    "qwen3-tp1": Case("qwen3"),
+    "qwen3-tp2": Case("qwen3", parallel={"tp": 2}),
+    "qwen3-pp2": Case("qwen3", parallel={"pp": 2}),
+    "qwen3-tp2-pp2": Case("qwen3", parallel={"tp": 2, "pp": 2}),
+    "qwen3-dp2": Case("qwen3", dp=2),
+    "qwen3-tp4": Case("qwen3", parallel={"tp": 4}),
+    "qwen3-tp2-sp-dp2": Case("qwen3", dp=2, parallel={"tp": 2}, learner=SP),
+    RECOMPUTED: Case(
         "qwen3",
-        2,
-        1,
-        2,
-        {"learner": {"transformer_config": {"sequence_parallel": True}}},
+        dp=2,
+        parallel={"pp": 2},
+        more={"kl": {"coef": 0.05}, "correction": {"old_logprobs": "recomputed"}},
     ),
-    RECOMPUTED: (
-        "qwen3",
-        1,
-        2,
-        2,
-        {"kl": {"coef": 0.05}, "correction": {"old_logprobs": "recomputed"}},
+    "llama-tp1": Case("llama"),
+    "llama-tp2": Case("llama", parallel={"tp": 2}),
+    "llama-pp2-dp2": Case("llama", dp=2, parallel={"pp": 2}),
+    "qwen2-tp1": Case("qwen2"),
+    "qwen2-tp2": Case("qwen2", parallel={"tp": 2}),
+    # With routed experts; where tp > 1, with sequence parallelism.
+    "qwen3-moe-tp1": Case("qwen3-moe"),
+    "qwen3-moe-dp2-ep2": Case("qwen3-moe", dp=2, parallel={"ep": 2}),
+    "qwen3-moe-tp2-ep2": Case("qwen3-moe", parallel={"tp": 2, "ep": 2}),
+    "deepseek-v3-tp2-ep2": Case("deepseek-v3", parallel={"tp": 2, "ep": 2}),
+    "deepseek-v3-pp2-dp2-ep2": Case(
+        "deepseek-v3", 2, {"pp": 2, "ep": 2, "pipeline_layout": "Et|tttL"}
     ),
-    "llama-tp1": ("llama", 1, 1, 1, {}),
-    "llama-tp2": ("llama", 2, 1, 1, {}),
-    "llama-pp2-dp2": ("llama", 1, 2, 2, {}),
-    "qwen2-tp1": ("qwen2", 1, 1, 1, {}),
-    "qwen2-tp2": ("qwen2", 2, 1, 1, {}),
+    "glm4-moe-dp2-ep2": Case("glm4-moe", dp=2, parallel={"ep": 2}),
 }
-
-
-class Oracle:
-    """Hugging Face's forward pass and a loss written out sample by sample, in one process."""
-
-    def __init__(self, model: Any, folder: Path) -> None:
-        self.model = model
-        self.samples = recorded.record(
-            folder, tiny_models.VOCAB_SIZE, lambda sample: self.logprobs(sample)[0].tolist()
-        )
-
-    def logprobs(self, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the response tokens, and the entropy where each was predicted."""
-        ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
-        logits = self.model(ids).logits[0, len(sample.prompt_ids) - 1 : -1] / TEMPERATURE
-        logp = logits.log_softmax(-1)
-        entropy = -(logp.exp() * logp).sum(-1)
-        return logp.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0], entropy
-
-    def loss(self, kl_coef: float, entropy_coef: float) -> torch.Tensor:
-        """The token mean of the whole minibatch, one token at a time."""
-        total, count = torch.zeros(()), 0
-        for sample, ref in self.samples:
-            logp, entropy = self.logprobs(sample)
-            for at, trains in enumerate(sample.loss_mask):
-                if not trains:
-                    continue
-                old = sample.behavior_logprobs[at]
-                ratio = (logp[at] - old).exp()
-                clipped = ratio.clamp(1 - WEIGHTS["clip_low"], 1 + WEIGHTS["clip_high"])
-                policy = -torch.min(ratio * ref.advantage, clipped * ref.advantage)
-                away = 0.9 * old - logp[at]
-                kl = away.exp() - away - 1
-                total = total + policy + kl_coef * kl - entropy_coef * entropy[at]
-                count += 1
-        return total / count
-
-    def gradients(self) -> dict[str, np.ndarray]:
-        """d(loss)/d(parameter) by name."""
-        self.model.zero_grad()
-        self.loss(WEIGHTS["kl_coef"], WEIGHTS["entropy_coef"]).backward()
-        return {name: p.grad.numpy().copy() for name, p in self.model.named_parameters()}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where models, samples and results are."""
-    return tmp_path_factory.mktemp("parity")
-
-
-@pytest.fixture(scope="module")
-def oracles(folder: Path) -> dict[str, Oracle]:
-    """One for each model, all with the same samples."""
-    return {
-        family: Oracle(tiny_models.make(family, folder / family, tied), folder / f"{family}-groups")
-        for family, tied in MODELS.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def ran(folder: Path, oracles: dict[str, Oracle]) -> Path:
-    """The folder, after one torchrun of four ranks has gone through all cases."""
-    cases = []
-    for name, (family, tp, pp, dp, more) in CASES.items():
-        samples = oracles[family].samples
-        config = {
-            "actor": {"model": str(folder / family)},
-            "rollout": {"sampling": {"temperature": TEMPERATURE}},
-            "learner": {
-                "max_tokens_per_microbatch": 32,
-                "parallel": {"tp": tp, "pp": pp},
-                "precision": {"params": "fp32"},
-                "optimizer": {"lr": 1e-3},
-                **more.get("learner", {}),
-            },
-            "loss": {"clip_low": WEIGHTS["clip_low"], "clip_high": WEIGHTS["clip_high"]},
-            "placement": {"learner_gpus": tp * pp * dp},
-            **{group: settings for group, settings in more.items() if group != "learner"},
-        }
-        plan = recorded.plan([ref for _, ref in samples], dp)
-        cases.append(
-            {
-                "name": name,
-                "world_size": tp * pp * dp,
-                "config": config,
-                "plan": asdict(plan),
-                "weights": WEIGHTS,
-                "sequences": [(s.prompt_ids, s.response_ids) for s, _ in samples],
-            }
-        )
-    (folder / "cases.json").write_text(json.dumps(cases))
-    worker = Path(__file__).with_name("parity_ranks.py")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(worker), str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment,
+SLOW = {
+    f"{model}-{name}": Case(model, dp, parallel)
+    for model in EXPERTS
+    for name, dp, parallel in (
+        ("tp1", 1, {}),
+        ("tp2", 1, {"tp": 2}),
+        ("pp2", 1, {"pp": 2}),
+        ("tp2-ep2", 1, {"tp": 2, "ep": 2}),
+        ("dp2-ep2", 2, {"ep": 2}),
+        ("tp2-pp2-ep2", 1, {"tp": 2, "pp": 2, "ep": 2}),
+        ("tp2-dp2-ep2", 2, {"tp": 2, "ep": 2}),
+        ("tp2-dp2-ep4", 2, {"tp": 2, "ep": 4}),
     )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return folder
+    if f"{model}-{name}" not in CASES
+} | {"qwen3-pp2-uneven": Case("qwen3", parallel={"pp": 2, "first_stage_layers": 1})}
+NAMES = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_gradient_of_a_layout_is_that_of_hugging_face(
-    name: str, ran: Path, oracles: dict[str, Oracle]
-) -> None:
-    family, tp, pp, dp, _ = CASES[name]
-    layout = megatron_layout(read_shape(ran / family), LearnerMesh(tp=tp, pp=pp, dp=dp))
-    expected = oracles[family].gradients()
+class Ran:
+    """The runs of both groups of cases, each started when the first of it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._oracles: dict[str, Oracle] = {}
+        self._runs: dict[int, Runs] = {}
+
+    def oracles(self, models: set[str]) -> dict[str, Oracle]:
+        for model in sorted(models - self._oracles.keys()):
+            self._oracles[model] = Oracle(model, self._folder / model, MODELS.get(model, False))
+        return self._oracles
+
+    def of(self, name: str) -> Runs:
+        cases = CASES if name in CASES else SLOW
+        if id(cases) not in self._runs:
+            folder = self._folder / f"runs-{len(self._runs)}"
+            oracles = self.oracles({case.model for case in cases.values()})
+            self._runs[id(cases)] = Runs(folder, cases, oracles)
+        return self._runs[id(cases)]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """The learners of all cases."""
+    return Ran(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_gradient_of_a_layout_is_that_of_hugging_face(name: str, ran: Ran) -> None:
+    runs = ran.of(name)
+    layout, expected = runs.layout(name), runs.oracle(name).gradients
+    shape = runs.oracle(name).shape
     errors = dict.fromkeys(expected, 0.0)
     sizes = dict.fromkeys(expected, 0.0)
     for rank in layout.ranks:  # every copy of every element, not only one of each
-        found = np.load(ran / f"{name}.{rank.rank}.npz")
-        assert set(found.files) == {tensor.name for tensor in rank.tensors}
+        found = runs.gradients(name, rank.rank)
+        buffers = learner_buffers(shape, layout, rank.rank)
+        assert set(found) == {tensor.name for tensor in rank.tensors} - buffers
         for piece in rank.pieces:
+            if piece.local in buffers:
+                continue
             here = found[piece.local][slices(local_box(piece.box, piece.at))].astype(np.float64)
             there = expected[piece.tensor][slices(piece.box)].astype(np.float64)
-            errors[piece.tensor] += float(((here - there) ** 2).sum())
+            errors[piece.tensor] += float(((here - there.reshape(here.shape)) ** 2).sum())
             sizes[piece.tensor] += float((there**2).sum())
         for padding in rank.paddings:
             assert not found[padding.local][slices(padding.box)].any(), padding
-    worst = {each: (errors[each] / sizes[each]) ** 0.5 for each in expected}
+    worst = {each: (errors[each] / sizes[each]) ** 0.5 for each in expected if sizes[each]}
     print(f"{name}: largest relative L2 {max(worst.values()):.1e}")
     assert max(worst.values()) < 1e-5, worst
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != RECOMPUTED])
-def test_loss_of_a_layout_is_that_of_hugging_face(
-    name: str, ran: Path, oracles: dict[str, Oracle]
-) -> None:
+@pytest.mark.parametrize("name", [name for name in NAMES if name != RECOMPUTED])
+def test_loss_of_a_layout_is_that_of_hugging_face(name: str, ran: Ran) -> None:
+    runs = ran.of(name)
     with torch.no_grad():
-        expected = float(oracles[CASES[name][0]].loss(0.0, 0.0))
-    found = json.loads((ran / f"{name}.json").read_text())["step"]["loss/total"]
+        expected = float(runs.oracle(name).loss(0.0, 0.0))
+    found = runs.answers(name)["step"]["loss/total"]
     print(f"{name}: relative difference {abs(found / expected - 1):.1e}")
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_logprobs_verb_of_a_layout_answers_those_of_hugging_face(
-    name: str, ran: Path, oracles: dict[str, Oracle]
-) -> None:
-    oracle = oracles[CASES[name][0]]
-    found = json.loads((ran / f"{name}.json").read_text())["logprobs"]
+@pytest.mark.parametrize("name", NAMES)
+def test_logprobs_verb_of_a_layout_answers_those_of_hugging_face(name: str, ran: Ran) -> None:
+    runs, worst = ran.of(name), 0.0
+    oracle, found = runs.oracle(name), runs.answers(name)["logprobs"]
     with torch.no_grad():
         for (sample, _), values in zip(oracle.samples, found, strict=True):
-            torch.testing.assert_close(
-                torch.tensor(values), oracle.logprobs(sample)[0], rtol=0, atol=2e-5
-            )
+            theirs = oracle.logprobs(sample)[0]
+            worst = max(worst, float((torch.tensor(values) - theirs).abs().max()))
+    print(f"{name}: largest difference {worst:.1e}")
+    assert worst < 2e-5
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_score_of_a_layout_is_the_mismatch_to_the_behavior_logprobs(
-    name: str, ran: Path, oracles: dict[str, Oracle]
-) -> None:
-    oracle = oracles[CASES[name][0]]
-    found = json.loads((ran / f"{name}.json").read_text())["score"]
+@pytest.mark.parametrize("name", NAMES)
+def test_score_of_a_layout_is_the_mismatch_to_the_behavior_logprobs(name: str, ran: Ran) -> None:
+    oracle = ran.of(name).oracle(name)
+    found = ran.of(name).answers(name)["score"]
     differences = []
     with torch.no_grad():
         for sample, _ in oracle.samples:
@@ -228,12 +160,43 @@ def test_score_of_a_layout_is_the_mismatch_to_the_behavior_logprobs(
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_second_optimizer_step_is_the_same_in_every_layout(
-    ran: Path, oracles: dict[str, Oracle]
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_that_hold_the_same_hold_the_same_bits_after_two_steps(name: str, ran: Ran) -> None:
+    runs = ran.of(name)
+    digests: dict[object, set[str]] = {}
+    for rank in runs.layout(name).ranks:
+        found = runs.digests(name, rank.rank)
+        pieces: dict[str, list[object]] = {}
+        for piece in rank.pieces:
+            pieces.setdefault(piece.local, []).append((piece.tensor, piece.box, piece.at))
+        for local, held in pieces.items():
+            digests.setdefault(tuple(held), set()).add(found[local])
+    assert [held for held, different in digests.items() if len(different) > 1] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_router_bias_is_that_of_the_checkpoint_before_and_after_two_steps(
+    name: str, ran: Ran
 ) -> None:
-    for family in MODELS:
-        names = [n for n in CASES if CASES[n][0] == family and n != RECOMPUTED]
-        answers = [json.loads((ran / f"{name}.json").read_text()) for name in names]
+    runs, layout = ran.of(name), ran.of(name).layout(name)
+    oracle = runs.oracle(name)
+    stored = load_file(oracle.folder / "model.safetensors")
+    found = []
+    for rank in layout.ranks:
+        for local in learner_buffers(oracle.shape, layout, rank.rank):
+            (piece,) = (each for each in rank.pieces if each.local == local)
+            found.append(runs.digests(name, rank.rank)[local] == digest(stored[piece.tensor]))
+    has_bias = oracle.shape.moe is not None and oracle.shape.moe.router_bias
+    assert all(found) and bool(found) is has_bias
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(SLOW, marks=pytest.mark.slow)])
+def test_second_optimizer_step_is_the_same_in_every_layout(
+    cases: dict[str, Case], ran: Ran
+) -> None:
+    for model in sorted({case.model for case in cases.values()}):
+        names = [n for n in cases if cases[n].model == model and n != RECOMPUTED]
+        answers = [ran.of(name).answers(name) for name in names]
         for name, answer in zip(names, answers, strict=True):
             assert answer["step again"]["loss/total"] < answer["step"]["loss/total"]
             for key in ("step", "step again"):
@@ -241,10 +204,10 @@ def test_second_optimizer_step_is_the_same_in_every_layout(
 
 
 def test_first_step_against_recomputed_logprobs_and_the_starting_reference_is_exact(
-    ran: Path, oracles: dict[str, Oracle]
+    ran: Ran,
 ) -> None:
-    answers = json.loads((ran / f"{RECOMPUTED}.json").read_text())
-    samples = oracles["qwen3"].samples
+    answers = ran.of(RECOMPUTED).answers(RECOMPUTED)
+    samples = ran.of(RECOMPUTED).oracle(RECOMPUTED).samples
     num_loss_tokens = sum(ref.num_loss_tokens for _, ref in samples)
     expected = -sum(ref.advantage * ref.num_loss_tokens for _, ref in samples) / num_loss_tokens
     first, second = answers["step"], answers["step again"]

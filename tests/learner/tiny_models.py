@@ -33,6 +33,41 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+QWEN3_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+LATENT_HEADS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 
 
 def make(family: str, folder: Path, tied: bool = False) -> Any:
@@ -45,8 +80,48 @@ def make(family: str, folder: Path, tied: bool = False) -> Any:
         ),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+        "qwen3-moe": (
+            transformers.Qwen3MoeConfig,
+            transformers.Qwen3MoeForCausalLM,
+            {"head_dim": 32, **QWEN3_EXPERTS},
+        ),
+        "deepseek-v3": (
+            transformers.DeepseekV3Config,
+            transformers.DeepseekV3ForCausalLM,
+            {
+                **DEEPSEEK_EXPERTS,
+                **LATENT_HEADS,
+                "n_group": 2,
+                "topk_group": 1,
+                "rope_parameters": DEEPSEEK_YARN,
+            },
+        ),
+        "moonlight": (
+            transformers.DeepseekV3Config,
+            transformers.DeepseekV3ForCausalLM,
+            {
+                **DEEPSEEK_EXPERTS,
+                **LATENT_HEADS,
+                "q_lora_rank": None,
+                "n_group": 1,
+                "topk_group": 1,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+            },
+        ),
+        "glm4-moe": (
+            transformers.Glm4MoeConfig,
+            transformers.Glm4MoeForCausalLM,
+            {
+                **DEEPSEEK_EXPERTS,
+                "head_dim": 32,
+                "n_group": 1,
+                "topk_group": 1,
+                "attention_bias": True,
+                "use_qk_norm": True,
+            },
+        ),
     }[family]
-    config = config_class(**COMMON, **extra, tie_word_embeddings=tied)
+    config = config_class(**{**COMMON, **extra}, tie_word_embeddings=tied)
     config._attn_implementation = "eager"
     torch.manual_seed(7)
     model = model_class(config).float().eval()
@@ -55,5 +130,8 @@ def make(family: str, folder: Path, tied: bool = False) -> Any:
         for name, parameter in model.named_parameters():
             center = 1.0 if "norm" in name else 0.0
             parameter.normal_(center, 0.15, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.15, generator=generator)
     model.save_pretrained(folder)
     return model

@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 2 -m tests.reshard.dist_checkpoint_ranks OUT_DIR
 
 For every case in CASES the checkpoint is OUT_DIR/<case>. The learner's parameters are filled by
-plain slices that know nothing of layouts; those of EXPERTS by layouts that other tests compare with
-the logits of Hugging Face's models.
+plain slices that know nothing of layouts.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from types import SimpleNamespace
 import torch
 
 from megarl.actor.shape import ModelShape
+from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh
-from tests.reshard import megatron_cases
 from tests.reshard.learner_slices import megatron_slices
-from tests.reshard.megatron_cases import glm, qwen
+from tests.reshard.megatron_cases import deepseek, glm, qwen
 from tests.reshard.models import random_weights, tiny_shape
 
 VOCAB_DIVISOR = 128  # what the learner builds its models with
@@ -38,48 +37,24 @@ class Case:
     metadata: dict[str, bool] = field(default_factory=dict)
 
 
-LEARNERS = (
+CASES = (
     Case(tiny_shape("Qwen2ForCausalLM", num_kv_heads=1), LearnerMesh(tp=2)),
     Case(tiny_shape("Qwen3ForCausalLM", tie_embeddings=True), LearnerMesh(pp=2)),
     Case(tiny_shape("Qwen3ForCausalLM"), LearnerMesh(pp=2), {"non_homogeneous_layers": True}),
     Case(tiny_shape("Qwen3ForCausalLM"), LearnerMesh(tp=2), {"singleton_local_shards": True}),
+    Case(qwen(), LearnerMesh(tp=2, ep=2)),
+    Case(glm(), LearnerMesh(tp=2, etp=2)),
+    Case(deepseek(), LearnerMesh(dp=2, ep=2)),
 )
-EXPERTS = (
-    megatron_cases.Case(qwen(), LearnerMesh(tp=2, ep=2)),
-    megatron_cases.Case(glm(), LearnerMesh(tp=2, etp=2)),
-)
-CASES = (*LEARNERS, *EXPERTS)
 
 
 def main() -> None:
     """Build, fill and save every case."""
-    save_learners(Path(sys.argv[1]))
-    save_experts(Path(sys.argv[1]))
+    save_all(Path(sys.argv[1]))
     torch.distributed.destroy_process_group()
 
 
-def save_experts(folder: Path) -> None:
-    """Models with routed experts and other layer specs, which no learner builds yet."""
-    from megatron.core import dist_checkpointing, parallel_state
-
-    from megarl.compat.megatron_checkpoint import content
-    from tests.reshard import megatron_models
-
-    rank = torch.distributed.get_rank()
-    for number, case in enumerate(EXPERTS, len(LEARNERS)):
-        out = folder / str(number)
-        parallel_state.destroy_model_parallel()
-        (chunk,), held = megatron_models.build_case(case, folder / f"{number}-{rank}")
-        with torch.no_grad():
-            megatron_models.fill(held, case, rank)
-        if rank == 0:
-            out.mkdir()
-        torch.distributed.barrier()
-        state = chunk.sharded_state_dict(metadata=content())
-        dist_checkpointing.save({"model": state}, str(out), content_metadata=content())
-
-
-def save_learners(folder: Path) -> None:
+def save_all(folder: Path) -> None:
     """Models as the learner builds them."""
     from megarl.compat import megatron_cpu
 
@@ -87,18 +62,20 @@ def save_learners(folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     from megarl.compat.megatron_checkpoint import content, write_in_process
-    from megarl.config.schema import LearnerConfig
+    from megarl.config.schema import LearnerConfig, LearnerParallelConfig
     from megarl.learner import checkpoint, distributed, model
     from megarl.learner.optimizer import Optimizer
 
     write_in_process()
-    learner = LearnerConfig()
-    for number, case in enumerate(LEARNERS):
+    for number, case in enumerate(CASES):
         ranks = distributed.start(case.mesh, "cpu")
-        built = model.build_model(case.shape, learner, ranks)
+        sizes = {axis: getattr(case.mesh, axis) for axis in ("tp", "pp", "ep", "etp")}
+        learner = LearnerConfig(parallel=LearnerParallelConfig(**sizes))
+        layout = megatron_layout(case.shape, case.mesh)
+        built = model.build_model(case.shape, learner, ranks, layout)
         weights = random_weights(case.shape)
         arrays = megatron_slices(case.shape, case.mesh, ranks.rank, weights, VOCAB_DIVISOR)
-        named = model.named_weights(built)
+        named = model.named_weights(built, case.shape, layout, ranks.rank)
         assert named.keys() == arrays.keys()
         for name, array in arrays.items():
             named[name].copy_(torch.from_numpy(array))

@@ -16,8 +16,8 @@ TOKENS = [[1, 5, 99, 3, 0, 42, 17], [64, 63, 2, 2, 88, 50, 7]]
 
 FULL_RANK_LATENT = replace(TINY_LATENT, q_lora_rank=None)
 
-FUSED, LOCAL = ("te", "sequential"), ("local", "sequential")
-"""Forms of the CPU's block: norms inside linears as with Transformer Engine, or beside them."""
+FUSED, LOCAL = ("te", "per_expert"), ("local", "sequential")
+"""Forms of the CPU's block: the learner's, which are Transformer Engine's, and Megatron's local."""
 
 
 @dataclass(frozen=True)
@@ -109,24 +109,28 @@ EXPERTS = [
     Case(qwen(), LearnerMesh(dp=2, ep=2)),
     Case(qwen(), LearnerMesh(tp=2, etp=2)),
     Case(qwen(), LearnerMesh(tp=2, ep=2)),
+    Case(qwen(), LearnerMesh(tp=2, ep=2), ("te", "sequential")),
     Case(qwen(num_layers=4), LearnerMesh(pp=2, vpp=2), LOCAL),
     Case(glm(), LearnerMesh(tp=2, etp=2)),
     Case(glm(num_mtp_layers=1), LearnerMesh(dp=2, ep=2)),
     Case(glm(num_mtp_layers=1), LearnerMesh(pp=2), first=1),
     Case(glm(num_mtp_layers=1, tie_embeddings=True), LearnerMesh(pp=2), written="Ett|tmL"),
     Case(glm(4, num_mtp_layers=1), LearnerMesh(pp=2, vpp=2), written="Et|t|t|tmL"),
+    Case(deepseek(), LearnerMesh(tp=2, ep=2)),
     Case(deepseek(), LearnerMesh(tp=2, ep=2), LOCAL),
-    Case(deepseek(num_mtp_layers=1), LearnerMesh(tp=2, etp=2), LOCAL),
-    Case(deepseek(mla=FULL_RANK_LATENT), LearnerMesh(tp=2, ep=2), LOCAL),  # as Moonlight
-    Case(deepseek(mla=FULL_RANK_LATENT), LearnerMesh(pp=2), LOCAL, first=1),
-    Case(deepseek(num_mtp_layers=1), LearnerMesh(pp=2), LOCAL, written="Et|ttmL"),
+    Case(deepseek(num_mtp_layers=1), LearnerMesh(tp=2, etp=2)),
+    Case(deepseek(mla=FULL_RANK_LATENT), LearnerMesh(tp=2, ep=2)),  # as Moonlight
+    Case(deepseek(mla=FULL_RANK_LATENT), LearnerMesh(tp=2, ep=2), LOCAL),
+    Case(deepseek(mla=FULL_RANK_LATENT), LearnerMesh(pp=2), first=1),
+    Case(deepseek(num_mtp_layers=1), LearnerMesh(pp=2), written="Et|ttmL"),
 ]
 
-# Megatron's own layer spec for Transformer Engine, with stand-ins for its classes.
+# The learner's block with Transformer Engine, Megatron's own spec, with stand-ins for its classes.
 STAND_INS = [
-    Case(qwen(), LearnerMesh(tp=2, ep=2), ("te", "per_expert"), stubs=True),
-    Case(glm(num_mtp_layers=1), LearnerMesh(dp=2, ep=2), ("te", "per_expert"), stubs=True),
-    Case(deepseek(num_mtp_layers=1), LearnerMesh(tp=2, etp=2), ("te", "per_expert"), stubs=True),
+    Case(qwen(), LearnerMesh(tp=2, ep=2), stubs=True),
+    Case(glm(num_mtp_layers=1), LearnerMesh(dp=2, ep=2), stubs=True),
+    Case(deepseek(num_mtp_layers=1), LearnerMesh(tp=2, etp=2), stubs=True),
+    Case(deepseek(mla=FULL_RANK_LATENT), LearnerMesh(tp=2, ep=2), stubs=True),
     Case(deepseek(), LearnerMesh(tp=2, ep=2), ("te", "grouped"), stubs=True),
 ]
 
@@ -134,17 +138,9 @@ STAND_INS = [
 FOUR = [
     Case(tiny_shape("Qwen3ForCausalLM"), LearnerMesh(tp=4)),
     Case(qwen(), LearnerMesh(tp=2, dp=2, ep=2, etp=2)),
-    Case(deepseek(num_mtp_layers=1), LearnerMesh(tp=2, pp=2, ep=2), LOCAL, written="Ett|tmL"),
+    Case(deepseek(num_mtp_layers=1), LearnerMesh(tp=2, pp=2, ep=2), written="Ett|tmL"),
     Case(glm(num_mtp_layers=1, tie_embeddings=True), LearnerMesh(pp=4), written="Et|tt|m|L"),
 ]
-
-# Megatron's own spec norms full-rank queries once more than the policy does.
-FULL_RANK = Case(
-    deepseek(mla=FULL_RANK_LATENT),
-    LearnerMesh(tp=2, ep=2),
-    ("te", "per_expert"),
-    stubs=True,
-)
 
 CASES: dict[int, list[Case]] = {2: DENSE + EXPERTS + STAND_INS, 4: FOUR}
 """By the number of ranks; those with stand-ins last, as they stay."""

@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.actor.shape import ModelShape
 from megarl.compat import megatron_cpu
+from megarl.config.schema import LearnerConfig, LearnerParallelConfig, PrecisionConfig
 from megarl.reshard.layout import local_box
 from megarl.reshard.megatron import padded_vocab_size
 from megarl.reshard.pipeline import Chunk
-from tests.reshard.megatron_cases import CASES, FULL_RANK, TOKENS, VOCAB_DIVISOR, Case
+from tests.reshard.megatron_cases import CASES, TOKENS, VOCAB_DIVISOR, Case
 from tests.reshard.models import random_weights
 
 megatron_cpu.install()
@@ -35,87 +34,34 @@ megatron_cpu.install()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
-    get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
-from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
 
-from megarl.compat.megatron_layers import block_spec, mtp_spec  # noqa: E402
+from megarl.compat.megatron_layers import block_spec, engine_block_spec, mtp_spec  # noqa: E402
+from megarl.learner.transformer import transformer_config  # noqa: E402
 from megarl.reshard.engine_tensors import learner_buffers  # noqa: E402
 from tests.reshard import te_stand_ins  # noqa: E402
 
 
 def config_of(case: Case) -> TransformerConfig:
-    """Megatron's configuration of the case's model."""
-    shape, mesh = case.shape, case.mesh
-    settings = {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_heads,
-        "ffn_hidden_size": shape.intermediate_size,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": shape.rms_norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm or shape.mla is not None,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "tensor_model_parallel_size": mesh.tp,
-        "pipeline_model_parallel_size": mesh.pp,
-        "virtual_pipeline_model_parallel_size": mesh.vpp if mesh.vpp > 1 else None,
-        "expert_model_parallel_size": mesh.ep,
-        "expert_tensor_parallel_size": mesh.etp,
-        "pipeline_dtype": torch.float32,
-        "use_cpu_initialization": True,
-        "mtp_num_layers": shape.num_mtp_layers or None,
-        "pipeline_model_parallel_layout": case.written or None,
-        "num_layers_in_first_pipeline_stage": case.first,
-        "transformer_impl": "transformer_engine" if case.stubs else "local",
-        "moe_grouped_gemm": case.stubs,
-        **experts_of(shape),
-    }
-    if shape.mla is None:
-        grouped = {"num_query_groups": shape.num_kv_heads, "kv_channels": shape.head_dim}
-        return TransformerConfig(**settings, **grouped)
-    return MLATransformerConfig(
-        **settings,
-        q_lora_rank=shape.mla.q_lora_rank,
-        kv_lora_rank=shape.mla.kv_lora_rank,
-        qk_head_dim=shape.mla.qk_nope_head_dim,
-        qk_pos_emb_head_dim=shape.mla.qk_rope_head_dim,
-        v_head_dim=shape.mla.v_head_dim,
-        rope_type="rope",
-        rotary_base=shape.rope_theta,
-        rotary_scaling_factor=1.0,
-        mscale_all_dim=0.0,
+    """Megatron's configuration of the case's model, as the learner has it."""
+    mesh, per_expert = case.mesh, case.forms[1] != "sequential"
+    sizes = {axis: getattr(mesh, axis) for axis in ("tp", "pp", "vpp", "ep", "etp")}
+    learner = LearnerConfig(
+        parallel=LearnerParallelConfig(
+            **sizes, first_stage_layers=case.first or 0, pipeline_layout=case.written
+        ),
+        precision=PrecisionConfig(params="fp32"),
+        transformer_config={
+            "transformer_impl": "transformer_engine" if case.stubs else "local",
+            "moe_grouped_gemm": per_expert and case.shape.moe is not None,
+        },
     )
-
-
-def experts_of(shape: ModelShape) -> dict[str, object]:
-    """The settings of routed experts."""
-    moe = shape.moe
-    if moe is None:
-        return {}
-    grouped = moe.num_groups > 1
-    return {
-        "num_moe_experts": moe.num_experts,
-        "moe_layer_freq": [int(kind == "moe") for kind in shape.layer_kinds],
-        "moe_router_topk": moe.experts_per_token,
-        "moe_ffn_hidden_size": moe.expert_intermediate_size,
-        "moe_shared_expert_intermediate_size": moe.shared_intermediate_size or None,
-        "moe_router_score_function": moe.scoring,
-        "moe_router_enable_expert_bias": moe.router_bias,
-        "moe_router_num_groups": moe.num_groups if grouped else None,
-        "moe_router_group_topk": moe.groups_per_token if grouped else None,
-        "moe_router_topk_scaling_factor": moe.scaling if moe.scoring == "sigmoid" else None,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
-    }
+    config = transformer_config(case.shape, learner, on_cpu=True)
+    config.sequence_parallel = False  # TOKENS do not divide
+    return config
 
 
 def build(case: Case, config: TransformerConfig, v: int, chunk: Chunk) -> GPTModel:
@@ -143,8 +89,7 @@ def build(case: Case, config: TransformerConfig, v: int, chunk: Chunk) -> GPTMod
 def specs_of(case: Case, config: TransformerConfig, v: int, chunk: Chunk) -> tuple[Any, Any]:
     """The specs of the chunk's decoder and of its MTP layers, None where it has none."""
     if case.stubs:
-        vp_stage = v if case.mesh.vpp > 1 else None
-        decoder = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        decoder = engine_block_spec(config)
         mtp = get_gpt_mtp_block_spec(config, decoder, use_transformer_engine=True)
         return decoder, mtp if chunk.num_mtp else None
     fused = case.forms[0] == "te"
@@ -259,8 +204,6 @@ def work(rank: int, ranks: int, out: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     for number, case in enumerate(CASES[ranks]):
         run_case(case, out / f"{ranks}-{number}-{rank}")
-    if ranks == FULL_RANK.mesh.size:
-        build_case(FULL_RANK, out / f"full-rank-{rank}")
     dist.destroy_process_group()
 
 

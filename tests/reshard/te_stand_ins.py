@@ -14,22 +14,14 @@ import torch
 from megatron.core.extensions import transformer_engine_spec_provider as provider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import multi_latent_attention
 from torch import Tensor
 
-from megarl.compat.megatron_layers import CoreAttention, NormedColumnParallelLinear, RMSNorm
-
-
-class WholeLinear(torch.nn.Module):
-    """TELinear with parallel_mode "duplicated"."""
-
-    def __init__(self, size: int, out: int, *, parallel_mode: str, **kwargs: object) -> None:
-        super().__init__()
-        assert parallel_mode == "duplicated"
-        self.weight = torch.nn.Parameter(torch.empty(out, size))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return x @ self.weight.T, None
+from megarl.compat.megatron_parts import (
+    CoreAttention,
+    NormedColumnParallelLinear,
+    RMSNorm,
+    WholeLinear,
+)
 
 
 class _Grouped(torch.nn.Module):
@@ -65,7 +57,7 @@ class RowGrouped(_Grouped):
 
 def install() -> None:
     """Put the stand-ins where Megatron looks for Transformer Engine's classes."""
-    provider.TELinear = multi_latent_attention.TELinear = WholeLinear
+    provider.TELinear = WholeLinear
     provider.TEColumnParallelLinear = ColumnParallelLinear
     provider.TERowParallelLinear = RowParallelLinear
     provider.TELayerNormColumnParallelLinear = NormedColumnParallelLinear

@@ -22,11 +22,11 @@ from megarl.reshard.explicit import full_layout
 from megarl.reshard.mesh import LearnerMesh
 from megarl.reshard.plan import make_plan
 from megarl.reshard.proof import prove_layout
-from tests.reshard.dist_checkpoint_ranks import CASES, EXPERTS, LEARNERS
+from tests.reshard.dist_checkpoint_ranks import CASES
 from tests.reshard.learner_slices import megatron_slices
 from tests.reshard.models import Arrays, execute, numbered, random_weights, tiny_shape
 
-WITH_OPTIMIZER = [number for number, case in enumerate(LEARNERS) if not case.metadata]
+WITH_OPTIMIZER = [number for number, case in enumerate(CASES) if not case.metadata]
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,17 @@ def test_real_checkpoint_gives_back_the_original_weights(saved: Path, case: int)
     prove_layout(layout)
     whole = full_layout(layout.table)
     plan = make_plan(layout, whole)
-    dtype = torch.float32 if CASES[case] in EXPERTS else torch.bfloat16
-    found = {p.name: torch.zeros(p.shape, dtype=dtype) for p in layout.parameters}
+    dtypes = {
+        p.name: torch.float32 if p.precision == "float32" else torch.bfloat16
+        for p in layout.parameters
+    }
+    found = {p.name: torch.zeros(p.shape, dtype=dtypes[p.name]) for p in layout.parameters}
     for rank, file in enumerate(chunk_files(checkpoint.chunks)):
         mine = [(place(chunk), chunk) for chunk in checkpoint.chunks if chunk.file == file]
         stored = {p.local: checkpoint.read(chunk).reshape(p.shape) for p, chunk in mine}
         run(plan.between(rank, 0), stored, found)
     for name, array in random_weights(shape).items():
-        assert torch.equal(found[name], torch.from_numpy(array).to(dtype)), name
+        assert torch.equal(found[name], torch.from_numpy(array).to(dtypes[name])), name
 
 
 def test_real_checkpoint_of_another_model_is_refused(saved: Path) -> None:

@@ -24,6 +24,7 @@ from megarl.reshard.files import (
     checkpoint_layout,
     layout_of_headers,
     map_tensors,
+    policy_headers,
     read_header,
 )
 from megarl.reshard.megatron import megatron_layout
@@ -262,6 +263,21 @@ def test_prediction_layer_that_config_json_does_not_count_is_named(tmp_path: Pat
     save_torch(tmp_path, by_expert(MIXED))
     without = block_table(replace(MIXED, num_mtp_layers=0))
     refused(tmp_path, "layer 3", "0 to 2", "num_nextn_predict_layers", table=without)
+
+
+@pytest.mark.parametrize("has_layer", [True, False])
+def test_policy_is_read_without_the_prediction_layer_whether_it_is_stored_or_not(
+    tmp_path: Path, has_layer: bool
+) -> None:
+    copies = {name: torch.zeros(MIXED.vocab_size, MIXED.hidden_size) for name in COPIES}
+    stored = by_expert(MIXED) | copies
+    kept = {n: t for n, t in stored.items() if has_layer or not n.startswith("model.layers.3.")}
+    save_torch(tmp_path, kept)
+    policy = block_table(replace(MIXED, num_mtp_layers=0))
+    headers = policy_headers(tmp_path, block_table(MIXED), policy)
+    prove_layout(layout_of_headers(headers, policy))
+    names = {name for header in headers.values() for name in header}
+    assert names == {n for n in stored if not n.startswith("model.layers.3.")}
 
 
 def test_missing_expert_and_expert_of_another_shape_are_named(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from megarl.actor.config_rope import (
 )
 from megarl.actor.parameters import parameter_table
 from megarl.actor.shape import ModelShape
-from tests.reshard.megatron_cases import CASES, FULL_RANK, TOKENS, Case
+from tests.reshard.megatron_cases import CASES, TOKENS, Case
 from tests.reshard.models import random_weights
 
 Shapes = dict[str, list[int]]
@@ -237,14 +237,3 @@ def mtp_layer(model: Any, shape: ModelShape, tokens: Tensor, hidden: Tensor) -> 
         position_embeddings=model.rotary_emb(both, positions),
     )
     return norm(out[0] if isinstance(out, tuple) else out, "shared_head.norm.weight")
-
-
-def test_megatrons_own_spec_has_a_norm_of_full_rank_queries_that_the_policy_has_not(
-    ran: Path,
-) -> None:
-    shapes = json.loads((ran / "full-rank-0.json").read_text())
-    held = {tensor.name for tensor in FULL_RANK.layout.rank(0).tensors}
-    extra = {name for name in shapes if name not in held}
-    assert {name.split(".", 3)[3] for name in extra} == {
-        "self_attention.linear_q_proj.layer_norm_weight"
-    }

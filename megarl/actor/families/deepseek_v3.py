@@ -63,6 +63,5 @@ DEEPSEEK_V3 = Family(
         ),
         embeds_for_draft=True,
     ),
-    trained=False,
     duplicates=DUPLICATES,
 )

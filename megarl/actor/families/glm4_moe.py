@@ -54,6 +54,5 @@ GLM4_MOE = Family(
         fuses_shared=FusesShared(),
         head_everywhere=True,
     ),
-    trained=False,
     duplicates=DUPLICATES,
 )

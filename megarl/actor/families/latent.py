@@ -8,8 +8,8 @@ no parameter.
 
 Hugging Face's kv_a_proj_with_mqa is `kv_down` beside low-rank queries, which SGLang fuses it with,
 and `kv_down_alone` beside full-rank ones. Full-rank queries (Moonlight) have no norm of their own;
-the class that Megatron itself chooses for them has one, so `compat/megatron_layers.py` builds
-another without it.
+the class that Megatron itself chooses for them has one, so `compat/megatron_latent.py` builds the
+spec's own.
 """
 
 from __future__ import annotations

@@ -40,5 +40,4 @@ QWEN3_MOE = Family(
         all_to_all=ALL_TO_ALL,
         head_everywhere=True,
     ),
-    trained=False,
 )

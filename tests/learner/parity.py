@@ -1,0 +1,193 @@
+"""One recorded minibatch through learners of many layouts, and through Hugging Face's model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+
+from megarl.actor.parameters import block_table
+from megarl.actor.shape import read_shape
+from megarl.config.layouts import learner_layout, trained_shape
+from megarl.config.schema import Config
+from megarl.reshard.layout import Layout
+from tests.learner import recorded, tiny_models
+
+TEMPERATURE = 0.8
+WEIGHTS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.01, "kl_coef": 0.05}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one mesh; `learner` and `more` are settings, of the learner and of the run."""
+
+    model: str
+    dp: int = 1
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    learner: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the learner."""
+        return self.dp * self.parallel.get("tp", 1) * self.parallel.get("pp", 1)
+
+    def config(self, model: Path) -> Config:
+        """The settings of the run."""
+        return Config.model_validate(
+            {
+                "actor": {"model": str(model)},
+                "rollout": {"sampling": {"temperature": TEMPERATURE}},
+                "learner": {
+                    "max_tokens_per_microbatch": 32,
+                    "parallel": dict(self.parallel),
+                    "precision": {"params": "fp32"},
+                    "optimizer": {"lr": 1e-3},
+                    **self.learner,
+                },
+                "loss": {"clip_low": WEIGHTS["clip_low"], "clip_high": WEIGHTS["clip_high"]},
+                "placement": {"learner_gpus": self.world_size},
+                **self.more,
+            }
+        )
+
+
+class Oracle:
+    """Hugging Face's forward pass and a loss written out sample by sample, in one process."""
+
+    def __init__(self, family: str, folder: Path, tied: bool = False) -> None:
+        self.folder = folder
+        self.model = tiny_models.make(family, folder, tied)
+        self.shape = trained_shape(read_shape(folder))
+        self.samples = recorded.record(
+            folder.with_name(f"{family}-groups"),
+            tiny_models.VOCAB_SIZE,
+            lambda sample: self.logprobs(sample)[0].tolist(),
+        )
+
+    def logprobs(self, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the response tokens, and the entropy where each was predicted."""
+        ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+        logits = self.model(ids).logits[0, len(sample.prompt_ids) - 1 : -1] / TEMPERATURE
+        logp = logits.log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        return logp.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0], entropy
+
+    def loss(self, kl_coef: float, entropy_coef: float) -> torch.Tensor:
+        """The token mean of the whole minibatch, one token at a time."""
+        total, count = torch.zeros(()), 0
+        for sample, ref in self.samples:
+            logp, entropy = self.logprobs(sample)
+            for at, trains in enumerate(sample.loss_mask):
+                if not trains:
+                    continue
+                old = sample.behavior_logprobs[at]
+                ratio = (logp[at] - old).exp()
+                clipped = ratio.clamp(1 - WEIGHTS["clip_low"], 1 + WEIGHTS["clip_high"])
+                policy = -torch.min(ratio * ref.advantage, clipped * ref.advantage)
+                away = 0.9 * old - logp[at]
+                kl = away.exp() - away - 1
+                total = total + policy + kl_coef * kl - entropy_coef * entropy[at]
+                count += 1
+        return total / count
+
+    @cached_property
+    def gradients(self) -> dict[str, np.ndarray]:
+        """d(loss)/d(parameter) by the table's names, experts as stacks.
+
+        Named by saving them as a checkpoint: transformers holds experts in other tensors.
+        """
+        self.model.zero_grad()
+        self.loss(WEIGHTS["kl_coef"], WEIGHTS["entropy_coef"]).backward()
+        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        saved = self.folder.with_name(f"{self.folder.name}-gradients")
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                )
+            self.model.save_pretrained(saved)
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[name])
+        stored = load_file(saved / "model.safetensors")
+        table = block_table(self.shape).parameters
+        return {
+            p.name: np.stack([stored[n] for n in p.stored_names()]) if p.stacked else stored[p.name]
+            for p in table
+        }
+
+
+class Runs:
+    """Learners of all cases, started in one torchrun, and what they answered."""
+
+    def __init__(
+        self, folder: Path, cases: Mapping[str, Case], oracles: Mapping[str, Oracle]
+    ) -> None:
+        self.folder, self.cases, self.oracles = folder, cases, oracles
+        folder.mkdir(parents=True, exist_ok=True)
+        written = folder / "cases.json"
+        written.write_text(json.dumps([self._written(name) for name in cases]))
+        ranks = max(case.world_size for case in cases.values())
+        done = subprocess.run(
+            [
+                sys.executable,
+                *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+                str(Path(__file__).with_name("parity_ranks.py")),
+                str(written),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=400,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr[-20000:]
+
+    def _written(self, name: str) -> dict[str, Any]:
+        case = self.cases[name]
+        oracle = self.oracles[case.model]
+        return {
+            "name": name,
+            "world_size": case.world_size,
+            "config": self.config(name).model_dump(),
+            "plan": asdict(recorded.plan([ref for _, ref in oracle.samples], case.dp)),
+            "weights": WEIGHTS,
+            "sequences": [(s.prompt_ids, s.response_ids) for s, _ in oracle.samples],
+        }
+
+    def config(self, name: str) -> Config:
+        """The settings of a case."""
+        case = self.cases[name]
+        return case.config(self.oracles[case.model].folder)
+
+    def oracle(self, name: str) -> Oracle:
+        """Of the model of a case."""
+        return self.oracles[self.cases[name].model]
+
+    def layout(self, name: str) -> Layout:
+        """What each rank of a case holds."""
+        return learner_layout(self.config(name), self.oracle(name).shape)
+
+    def answers(self, name: str) -> dict[str, Any]:
+        """What the verbs of a case answered."""
+        answers: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text())
+        return answers
+
+    def gradients(self, name: str, rank: int) -> Mapping[str, np.ndarray]:
+        """A rank's gradients, whole, by Megatron's names."""
+        return np.load(self.folder / f"{name}.{rank}.npz")
+
+    def digests(self, name: str, rank: int) -> dict[str, str]:
+        """Of a rank's weights after the steps."""
+        digests: dict[str, str] = json.loads((self.folder / f"{name}.{rank}.json").read_text())
+        return digests
