@@ -106,6 +106,8 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether `error` only says that another rank is gone, so that it is not the first cause."""
     if isinstance(error, PeerLostError | dist.DistNetworkError | dist.DistBackendError):
         return True
+    if isinstance(error.__cause__, RuntimeError) and is_lost_peer(error.__cause__):
+        return True
     text = str(error)
     return isinstance(error, RuntimeError) and ("gloo/transport" in text or "by peer" in text)
 

@@ -140,7 +140,17 @@ class AckBoard:
 
 
 def connect(address: tuple[str, int]) -> TCPStore:
-    """A receiver's connection to the board, kept for the learner's life."""
+    """A receiver's connection to the board, kept for the learner's life.
+
+    Raises WeightSyncError at once where nobody listens: torch's store would go on trying.
+    """
+    try:
+        socket.create_connection(address, CONNECT_S).close()
+    except OSError as error:
+        raise WeightSyncError(
+            f"no store at {address[0]}:{address[1]}, the learner has ended or is unreachable "
+            f"({error})"
+        ) from error
     timeout = timedelta(seconds=CONNECT_S)
     return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
 

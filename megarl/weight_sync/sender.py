@@ -271,6 +271,12 @@ class Sender:
             self._peers[server] = Peers(parcels.learner_member(self._rank), device)
         return self._peers[server]
 
+    def leave(self, server: str) -> None:
+        """Give up this rank's side of the group of `server`, which may be in use, for a new one."""
+        peers = self._peers.pop(server, None)
+        if peers is not None:
+            peers.close()
+
     def close(self) -> None:
         """Remove this rank's arenas, and leave the groups."""
         for peers in self._peers.values():

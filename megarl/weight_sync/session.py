@@ -156,8 +156,10 @@ class WeightSync:
         until = start + self._deadline_s
         sending = self._start_sending(order, until)
         report = self._broadcast(self._deliver(order, servers, staged, until) if first else None)
-        for thread in sending:
+        for server, thread in sending.items():
             thread.join(max(0.0, until + _GRACE_S - time.monotonic()))
+            if thread.is_alive():  # should it go on, it must find nothing of the next sync
+                self.sender.leave(server)
         self.sender.withdraw()
         if not isinstance(report, SyncReport):
             raise WeightSyncError(f"version {version} was not published: {report}")
@@ -211,10 +213,10 @@ class WeightSync:
             text = in_words(error)
             return Staged(self._rank, f"learner rank {self._rank}: {text}")
 
-    def _start_sending(self, order: Order, until: float) -> list[threading.Thread]:
+    def _start_sending(self, order: Order, until: float) -> dict[str, threading.Thread]:
         """One thread for each server that this rank has messages for; each ends by `until`."""
-        threads = [
-            threading.Thread(
+        threads = {
+            target.server: threading.Thread(
                 target=self._send,
                 args=(order, target, transfer_until(until)),
                 name=f"weight-sync-to-{target.server}",
@@ -222,8 +224,8 @@ class WeightSync:
             )
             for target in order.targets
             if self.sender.sends_to(target.kind)
-        ]
-        for thread in threads:
+        }
+        for thread in threads.values():
             thread.start()
         return threads
 

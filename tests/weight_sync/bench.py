@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.types import ServerSync, SyncReport
+from tests.weight_sync import forked
 from tests.weight_sync.call_faults import ACTIONS, Site, cont, strike
+from tests.weight_sync.fake_server import Server
 from tests.weight_sync.faults import Fault
-from tests.weight_sync.forked import Answers, Learner, Place, Server
+from tests.weight_sync.forked import Answers, Learner, Place
 from tests.weight_sync.scenarios import KINDS, LONG_S, SETTINGS, SHORT_S, Scenario
 
 ENDING_S = 15.0  # past the deadline at most, when every learner rank has come back
@@ -45,7 +47,7 @@ class Bench:
         self._other_version = 0
         self._learner = self._new_learner()
         self._servers = [
-            Server(f"server-{i}", tuple(nodes)) for i, nodes in enumerate(self.setting.servers)
+            self._new_server(f"server-{i}", nodes) for i, nodes in enumerate(self.setting.servers)
         ]
         self._repair()
         self._repair()
@@ -54,6 +56,9 @@ class Bench:
     def _new_learner(self) -> Learner:
         places = [Place(node, rank) for rank, node in enumerate(self.setting.learner)]
         return Learner(self.setting.mesh, places, LONG_S)
+
+    def _new_server(self, name: str, nodes: str) -> Server:
+        return forked.Server(name, tuple(nodes))
 
     def close(self) -> None:
         """End everything."""
@@ -159,7 +164,11 @@ class Bench:
         if proved:
             assert server.version in map(str, proved), (server.version, claims)
         if server.version in map(str, claims):
-            assert server.holds(int(server.version)), f"labelled {server.version}: {claims}"
+            self._check_serves(server, int(server.version))
+
+    def _check_serves(self, server: Server, version: int) -> None:
+        """Its bytes are those of the version that it is labelled with."""
+        assert server.holds(version), f"{server.endpoint.name} does not hold version {version}"
 
     def _mend(self, outcome: Outcome, answers: Answers) -> None:
         """Start anew what has ended; of servers that have refused, half are used as they are."""
@@ -182,11 +191,16 @@ class Bench:
         for server in self._servers:
             result = results[server.endpoint.name]
             assert result.verified, f"not repaired: {result}"
-            assert server.version == str(self._version) and server.holds(self._version)
+            assert server.version == str(self._version)
+            self._check_serves(server, self._version)
+
+    def _counted(self) -> list[Server]:
+        """Servers whose files and threads are looked at."""
+        return self._servers
 
     def _census(self) -> list[list[int]]:
         found = self._learner.ranks.ask(("census",))
-        for server in self._servers:
+        for server in self._counted():
             found += server.ranks.ask(("census",))
         return [[each["files"], each["threads"]] for each in found]
 

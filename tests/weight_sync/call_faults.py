@@ -6,6 +6,7 @@ A fault strikes once, before or after the call of one route is carried out.
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import pickle
 import signal
@@ -262,7 +263,8 @@ ACTIONS: dict[str, Action] = {
 
 def _send(processes: Sequence[BaseProcess], rank: int, number: signal.Signals) -> None:
     process = processes[rank % len(processes)]
-    os.kill(process.pid or 0, number)
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        os.kill(process.pid or 0, number)
     if number == signal.SIGKILL:
         process.join()
 
@@ -270,5 +272,6 @@ def _send(processes: Sequence[BaseProcess], rank: int, number: signal.Signals) -
 def cont(processes: Sequence[BaseProcess]) -> None:
     """Have stopped processes go on."""
     for process in processes:
-        if process.is_alive():
-            os.kill(process.pid or 0, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            if process.is_alive():
+                os.kill(process.pid or 0, signal.SIGCONT)

@@ -20,6 +20,7 @@ from tests.weight_sync import tiny
 from tests.weight_sync.faults import Fault
 from tests.weight_sync.tiny import SHAPE
 
+UPDATE = "/update_weights_from_tensor"
 OPEN = "a weight-update session is already open; call end_weight_update() first"
 CLOSED = "no weight-update session is open; call begin_weight_update() first"
 OUTSIDE = (
@@ -151,7 +152,7 @@ class Server:
             if not self.is_open:
                 return _said(False, CLOSED)
             self.is_open = False
-        elif route == "/update_weights_from_tensor":
+        elif route == UPDATE:
             if not self.is_open:
                 return _said(False, OUTSIDE)
             self._load(body["serialized_named_tensors"], self.faults)

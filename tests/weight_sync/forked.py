@@ -139,7 +139,7 @@ class Learner:
         self,
         seed: int,
         version: int,
-        servers: Sequence[Server],
+        servers: Sequence[fake_server.Server],
         fault: Fault | None = None,
         faulty_rank: int = 0,
         limit_s: float | None = None,
@@ -152,7 +152,7 @@ class Learner:
         self,
         seed: int,
         version: int,
-        servers: Sequence[Server],
+        servers: Sequence[fake_server.Server],
         fault: Fault | None = None,
         faulty_rank: int = 0,
         limit_s: float | None = None,
@@ -163,7 +163,7 @@ class Learner:
         limit_s = self.limit_s if limit_s is None else limit_s
         self.ranks.tell([("publish", seed, version, endpoints, f, limit_s) for f in faults])
 
-    def plan(self, server: Server) -> Plan:
+    def plan(self, server: fake_server.Server) -> Plan:
         """The plan to one server, made here."""
         layout = SourceSpec(SHAPE, self.mesh).layout()
         devices = server_devices(server.endpoint, self.places)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import replace
 
 import pytest
 
 from megarl.errors import WeightSyncError
+from megarl.weight_sync import acks
 from megarl.weight_sync.acks import Ack, AckBoard
 
 GOOD = Ack("t", True, sums=(1, 2**64 - 1))
@@ -55,3 +57,12 @@ def test_acknowledgement_with_another_token_is_a_refusal(board: AckBoard) -> Non
     board.put("a", replace(GOOD, token="of another").to_json())
     with pytest.raises(WeightSyncError, match="TP rank 0: acknowledged with a token that was not"):
         wait(board)
+
+
+def test_connection_to_a_learner_that_has_ended_fails_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = ("127.0.0.1", taken.getsockname()[1])
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError, match=f"no store at 127.0.0.1:{address[1]}, the learner"):
+        acks.connect(address)
+    assert time.monotonic() - start < 2

@@ -14,8 +14,13 @@ import pytest
 
 from megarl.reshard.mesh import LearnerMesh
 from megarl.types import SyncReport
-from tests.weight_sync.faults import Fault
+from megarl.weight_sync import session
+from megarl.weight_sync.control import SourceSpec
+from megarl.weight_sync.session import WeightSync
+from tests.weight_sync import tiny
+from tests.weight_sync.faults import Fault, in_learner_rank
 from tests.weight_sync.forked import Answers, Learner, Place, Server, apart, distinct_bytes
+from tests.weight_sync.tiny import SHAPE
 
 SHORT_S = 4.0  # deadline.sync_s where it is meant to pass
 ENDING_S = 6.0  # past the deadline at most: sessions are ended, words are said
@@ -243,6 +248,28 @@ def test_killed_learner_holds_no_server_up_for_longer_than_the_deadline(world: W
     server.restart()
     again = world.learner(LearnerMesh(tp=2), learner.places)
     assert verified(again.publish(3, 3, [server]))
+
+
+def test_message_let_go_after_its_sync_was_given_up_does_not_end_the_next_sync(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_GRACE_S", 0.5)
+    spec, server = SourceSpec(SHAPE, LearnerMesh()), world.server("server-0", ("b",))
+    parameters = tiny.on_learner(spec, tiny.weights(SHAPE, 1))[0]
+    sync = WeightSync(
+        f"late{os.getpid()}", spec, 0, parameters, "fp32",
+        cpu_servers=True, deadline_s=30.0, place=Place("a", 0), bucket_bytes=16 << 10,
+    )  # fmt: skip
+    assert sync.publish(1, [server.endpoint]).servers[0].verified
+    with in_learner_rank(Fault("late", 1, for_s=2.5), parameters):
+        sync._deadline_s = 0.8
+        assert not sync.publish(2, [server.endpoint]).servers[0].verified
+    server.drain()
+    server.faults, sync._deadline_s = [Fault("late", 3, for_s=2.5)], 30.0  # still sending when
+    report = sync.publish(3, [server.endpoint])  # the message of the sync before is let go
+    assert report.servers[0].verified, report
+    assert sync.sender.peers("server-0")._group is not None  # nobody has dropped it meanwhile
+    sync.close()
 
 
 @pytest.mark.parametrize("nodes", [("b", "b"), ("a", "a")], ids=["apart", "beside"])

@@ -75,6 +75,8 @@ class Peers:
         held = self._group.name if self._group and self._group.members == call.members else ""
         store = self._connect(call)
         name = meeting.attend(store, call, self._me, held, self._backend, until)
+        if time.monotonic() > until:  # given up by now: nothing may change under a later sync
+            raise WeightSyncError("the meeting ended too late")
         if self._group is None or name != self._group.name:
             self._drop()
             self._group = _Group(name, call.members, self._me, store, self._device, until)
@@ -211,7 +213,10 @@ class _Group:
                 raise _failed(transfer, error) from error
 
     def abort(self) -> None:
-        """Close all connections: what is under way ends, here and at the peers."""
+        """Close all connections: what is under way ends, here and at the peers.
+
+        With Gloo they close once the last of the group's works is let go of.
+        """
         try:
             self._group.abort()
         except RuntimeError as error:
