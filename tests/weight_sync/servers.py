@@ -146,8 +146,8 @@ class RealServer:
         """SGLang's own checksum of every parameter, per TP rank."""
         answer = self.call("/weights_checker", {"action": "checksum"})
         # With data-parallel attention each group answers for all ranks.
-        found = {rank["parallelism_info"]["rank"]: rank["checksums"] for rank in answer["ranks"]}
-        return [found[rank] for rank in sorted(found)]
+        told = {one["parallelism_info"][0]["rank"]: one["checksums"] for one in answer["ranks"]}
+        return [told[rank] for rank in sorted(told)]
 
     def version(self) -> str:
         """The label of the weights."""
