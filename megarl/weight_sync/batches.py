@@ -17,6 +17,8 @@ from megarl.reshard.moves import Move
 
 # In the order tried. Copies do not compute: 16 bytes of any type travel as one complex number.
 _UNITS = {16: torch.complex128, 8: torch.int64, 4: torch.int32}
+SINGLE_BYTES = 32 << 20
+"""From here on a copy is worth a call: it takes 16 us at 4 TB/s read and written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +77,42 @@ def addresses(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
 
 
 class Prepared:
-    """The views of a batch, ready to be copied again and again while no tensor moves."""
+    """The views of a batch, ready to be copied again and again while no tensor moves.
+
+    Contiguous copies of `single_bytes` or more are single ones, which the device's copy engine or
+    its widest kernel does; smaller ones share kernel launches; torch loops over what is strided or
+    changes its type.
+    """
 
     def __init__(
         self,
         copies: Sequence[Copy],
         sources: Mapping[str, torch.Tensor],
         destinations: Mapping[str, torch.Tensor],
+        single_bytes: int = SINGLE_BYTES,
     ) -> None:
         units: dict[tuple[int, str, int], torch.Tensor] = {}
-        plain: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        other: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for copy in copies:
-            into = plain if copy.is_plain else other
-            into[0].append(_tensor(copy.destination, copy.unit, destinations, 0, units))
-            into[1].append(_tensor(copy.source, copy.unit, sources, 1, units))
         self.copies = tuple(copies)
-        self._lists = [lists for lists in (plain, other) if lists[0]]
+        self._single: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Of one type in a list: torch then launches them together.
+        self._together: dict[torch.dtype | None, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for copy in copies:
+            to = _tensor(copy.destination, copy.unit, destinations, 0, units)
+            of = _tensor(copy.source, copy.unit, sources, 1, units)
+            if copy.is_plain and of.numel() * of.element_size() >= single_bytes:
+                self._single.append((to, of))
+                continue
+            lists = self._together.setdefault(of.dtype if copy.is_plain else None, ([], []))
+            lists[0].append(to)
+            lists[1].append(of)
 
     def run(self) -> int:
-        """Carry out all copies; returns the number of calls it took.
-
-        Contiguous ones share kernel launches where torch can do that; it loops over the others.
-        """
-        for destinations, sources in self._lists:
+        """Carry out all copies; returns the number of calls it took."""
+        for destination, source in self._single:
+            destination.copy_(source)
+        for destinations, sources in self._together.values():
             torch._foreach_copy_(destinations, sources)
-        return len(self._lists)
+        return len(self._single) + len(self._together)
 
 
 def _view(name: str, tensors: Mapping[str, torch.Tensor], part: torch.Tensor) -> View:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from megarl.weight_sync.acks import Ack
+from megarl.weight_sync.batches import SINGLE_BYTES, Copy, Prepared, View
 from tests.gpu.machine import Machine, Outcome, Peer
 from tests.gpu.sides import Learner, Server
 
@@ -33,6 +38,7 @@ def run(machine: Machine) -> Outcome:
         if not machine.dry:
             read = num_bytes / ack.check_s / (2 * num_bytes / copy_s)
             outcome.want(f"{way}_check_of_copy", read, low=0.5)
+    _compare_calls(machine, outcome)
     outcome.want("copies_of_a_layer", server.num_copies_of_layer(1), high=10)
     outcome.figures["stage_s"] = round(learner.ask("stage_seconds", 1, 99), 5)
     del server
@@ -50,6 +56,29 @@ def _slices(machine: Machine, learner: Peer, outcome: Outcome) -> None:
     outcome.figures["half_copy_of_device_copy"] = round(ack.copy_s / copy_s, 4)
     outcome.figures["half_check_of_copy"] = round(copy_s / 2 / ack.check_s, 4)
     outcome.figures["half_copies_of_a_layer"] = half.num_copies_of_layer(1)
+
+
+def _compare_calls(machine: Machine, outcome: Outcome) -> None:
+    """The same copies all as single calls and all together: is SINGLE_BYTES well chosen?"""
+    device = machine.device
+    rows = 4 if machine.dry else 1 << 20
+    sizes = {"small": (64, 64), "large": (rows, 64)}  # of 8 KiB, and of 128 MiB
+    for name, size in sizes.items():
+        number = 8 if machine.dry or name == "large" else 4096
+        tensors = [torch.randn(size, device=device).bfloat16() for _ in range(2 * number)]
+        names = [str(i) for i in range(number)]
+        sources = dict(zip(names, tensors[:number], strict=True))
+        destinations = dict(zip(names, tensors[number:], strict=True))
+        view = View("", 0, (size[0] * size[1],), (1,))
+        copies = [
+            Copy(replace(view, name=n), replace(view, name=n), 0, is_plain=True) for n in names
+        ]
+        for way, bound in (("single", 0), ("together", 1 << 62)):
+            prepared = Prepared(copies, sources, destinations, bound)
+            took = machine.seconds(prepared.run)
+            outcome.figures[f"{name}_{way}_s"] = round(took, 6)
+        assert all(torch.equal(sources[n], destinations[n]) for n in names)
+    outcome.figures["single_from_bytes"] = SINGLE_BYTES
 
 
 def _sync(learner: Peer, server: Server, direct: bool, tp: int = 1) -> tuple[Ack, Ack]:

@@ -35,9 +35,10 @@ def say() -> None:
         "view": can_export(view, memory),
         "strided": can_export(buffer.view(1 << 14, 1 << 14).t(), memory),
         "stage": can_stage(memory),
-        "offset": view.data_ptr() - memory.allocation(view.data_ptr()).base,
     }
     if can_export(view, memory).ok:
+        found = memory.allocation(view.data_ptr())
+        assert found.base <= buffer.data_ptr() and found.num_bytes >= buffer.numel(), found
         CudaArena.direct(memory, f"gpucheck{os.getpid()}", 0, 0, {0: view}, "c" * 64).close()
     print(json.dumps(answer))
 

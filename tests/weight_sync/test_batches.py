@@ -61,7 +61,7 @@ def test_batches_bring_the_same_bytes_as_single_moves(
     assert made.sync(4) == [] and all(p != b for p, b in zip(prepared, before, strict=True))
 
 
-def test_a_dense_layer_takes_no_more_than_ten_copies_and_all_layers_two_calls(
+def test_a_dense_layer_takes_no_more_than_ten_copies_and_all_layers_a_few_calls(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
@@ -77,7 +77,7 @@ def test_a_dense_layer_takes_no_more_than_ten_copies_and_all_layers_two_calls(
     moves = made.receivers[0]._route.sources[0].moves  # type: ignore[union-attr]
     of_layer = [copy for copy in copies if ".layers.1." in copy.destination.name]
     assert len(moves) > 4 * 30  # query, key and value heads of 8 groups, each on its own
-    assert len(of_layer) <= 10 and calls == [2]
+    assert len(of_layer) <= 10 and len(calls) == 1 and calls[0] <= 4
 
 
 def test_units_are_as_wide_as_both_sides_allow_and_types_are_kept_apart() -> None:
@@ -88,8 +88,10 @@ def test_units_are_as_wide_as_both_sides_allow_and_types_are_kept_apart() -> Non
         moves = [Move(0, 0, "w", ((0, 4), (0, columns)), "w", (0, 0), "v", (0, at))]
         execute.run(moves, source, single)
         copies = batches.batch(moves, source, together)
-        batches.Prepared(copies, source, together).run()
-        assert torch.equal(single["v"], together["v"]) and single["v"].count_nonzero()
+        for single_bytes in (1, 1 << 20):
+            together["v"].zero_()
+            assert batches.Prepared(copies, source, together, single_bytes).run() == 1
+            assert torch.equal(single["v"], together["v"]) and single["v"].count_nonzero()
         return copies[0]
 
     bf16, fp32 = torch.bfloat16, torch.float32

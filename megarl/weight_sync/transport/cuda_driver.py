@@ -43,7 +43,7 @@ MANAGED = "it is managed memory"
 class Allocation:
     """What a pointer lies in: its first address, its bytes, and why no other process may open it.
 
-    `why_not` is empty where one may.
+    `why_not` is empty where one may; else the pointer itself stands for the whole.
     """
 
     base: int
@@ -102,7 +102,7 @@ class Cuda:
         ordinal = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(ordinal), ctypes.c_int(index))
         found = (ctypes.c_ubyte * 16)()
-        self._call("cuDeviceGetUuid", found, ordinal)
+        self._call("cuDeviceGetUuid_v2", found, ordinal)
         self._gpu = str(uuid.UUID(bytes=bytes(found)))
         self._context = ctypes.c_void_p()  # kept for the process's life, as torch keeps it
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
@@ -145,13 +145,15 @@ class Cuda:
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         with self._current():
             why_not = self._why_not(pointer)
+            if why_not:
+                return Allocation(pointer, 0, why_not)
             self._call(
                 "cuMemGetAddressRange_v2",
                 ctypes.byref(base),
                 ctypes.byref(size),
                 ctypes.c_uint64(pointer),
             )
-        return Allocation(int(base.value), int(size.value), why_not)
+        return Allocation(int(base.value), int(size.value))
 
     def _why_not(self, pointer: int) -> str:
         if self._attribute(_IS_IPC_CAPABLE, pointer):
