@@ -84,18 +84,13 @@ class LearnerClient:
         version: int = await self._call("load", str(path))
         return version
 
-    async def offload(self, parts: Sequence[str]) -> dict[str, int]:
-        """Take parts of the state ("gradients", "optimizer", "weights") off the device.
+    async def offload(self, parts: Sequence[str]) -> None:
+        """Take parts of the state ("gradients", "optimizer", "weights") off the device."""
+        await self._call("offload", tuple(parts))
 
-        Returns `memory()` after it.
-        """
-        result: dict[str, int] = await self._call("offload", tuple(parts))
-        return result
-
-    async def onload(self, parts: Sequence[str]) -> dict[str, int]:
-        """Bring parts back that `offload` took away; returns `memory()` after it."""
-        result: dict[str, int] = await self._call("onload", tuple(parts))
-        return result
+    async def onload(self, parts: Sequence[str]) -> None:
+        """Bring parts back that `offload` took away."""
+        await self._call("onload", tuple(parts))
 
     async def memory(self) -> dict[str, int]:
         """Bytes that the ranks take, by kind; of each the rank that has most."""

@@ -229,20 +229,15 @@ class Learner:
         self.version = checkpoint.load(self, Path(path))
         return self.version
 
-    def offload(self, parts: Sequence[str]) -> dict[str, int]:
-        """Take `parts` of the state off the device; returns `memory()` after it.
-
-        Raises LearnerError for a part that is not there. See `offload.LearnerState`.
-        """
+    def offload(self, parts: Sequence[str]) -> None:
+        """Take `parts` of the state off the device. See `offload.LearnerState`."""
         self._mark("offload")
         self.state.offload(parts)
-        return self.memory()
 
-    def onload(self, parts: Sequence[str]) -> dict[str, int]:
-        """Bring `parts` back, bit for bit; returns `memory()` after it."""
+    def onload(self, parts: Sequence[str]) -> None:
+        """Bring `parts` back, bit for bit."""
         self._mark("onload")
         self.state.onload(parts)
-        return self.memory()
 
     def memory(self) -> dict[str, int]:
         """Bytes that the ranks take, by kind. See `offload.LearnerState.figures`."""

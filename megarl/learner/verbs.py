@@ -64,8 +64,8 @@ _VERBS = (
         changes_weights=True,
         needs=("optimizer", "weights"),
     ),
-    Verb("offload", tuple[tuple[str, ...]], dict[str, int], changes_weights=True),
-    Verb("onload", tuple[tuple[str, ...]], dict[str, int], changes_weights=True),
+    Verb("offload", tuple[tuple[str, ...]], None, changes_weights=True),
+    Verb("onload", tuple[tuple[str, ...]], None, changes_weights=True),
     Verb("memory", tuple[()], dict[str, int]),
     Verb("shutdown", tuple[()], None),
 )

@@ -25,6 +25,7 @@ from megarl.errors import RolloutError
 from megarl.rollout import control
 from megarl.rollout.client import RolloutClient, Sampling, ServerGoneError
 from megarl.rollout.collect import Collector
+from megarl.rollout.occupation import TAGS
 from megarl.rollout.servers import ServerPool
 from megarl.types import Group, Sample, ServerEndpoint
 from tests.rollout.running import (
@@ -239,6 +240,27 @@ async def test_prompt_too_long_for_the_model_is_an_error_with_the_engines_text(
         await collected(running.collector(max_new_tokens=600), 1, version=0)
 
 
+async def test_memory_is_released_when_the_server_is_idle_and_samples_are_right_after_it(
+    running: Running,
+) -> None:
+    occupation = running.pool.occupation
+    sampling = running.collector(max_new_tokens=120)
+    generating = asyncio.create_task(collected(sampling, 2, version=0))  # all it may have at once
+    while running.pool._servers[0].num_inflight < 8:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert await occupation.give(keep=frozenset({"weights"})) == TAGS - {"weights"}
+    groups = await generating  # it waited for them; SGLang would have ended
+    assert [len(group.samples) for group in groups] == [4, 4]
+    assert len(running.handles) == 1
+    assert await occupation.give(keep=frozenset()) == {"weights"}
+    assert await occupation.take(frozenset({"weights"})) == {"weights"}
+    assert await occupation.take(TAGS) == TAGS - {"weights"}
+    groups = await collected(running.collector(), 4, version=0)
+    samples = [sample for group in groups for sample in group.samples]
+    assert worst_difference(running.network, samples, 1.0) < CLOSE
+
+
 async def test_killed_scheduler_is_replaced_and_every_group_comes_once(running: Running) -> None:
     pool, rejoined = running.pool, []
 
@@ -260,6 +282,19 @@ async def test_killed_scheduler_is_replaced_and_every_group_comes_once(running: 
     samples = [sample for group in groups for sample in group.samples]
     assert worst_difference(running.network, samples, 1.0) < CLOSE
     assert not psutil.pid_exists(running.handles[0].pid)
+
+
+@pytest.mark.slow
+async def test_scheduler_ends_where_a_tag_is_resumed_that_was_not_released(
+    running: Running,
+) -> None:
+    """The engine's own way, which the ledger of tags keeps us from."""
+    endpoint = running.pool.endpoints()[0]
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(RolloutError):
+            await control.resume_memory(http, endpoint, ["kv_cache"])
+    async with asyncio.timeout(30):
+        await running.handles[-1].wait()
 
 
 def scheduler_pid(server_pid: int) -> int:

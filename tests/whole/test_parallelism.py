@@ -17,7 +17,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+IN_ANOTHER_TEST = "learner dp 2"  # by default test_colocated.py has it
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == IN_ANOTHER_TEST else ())
+        for name in LAYOUTS
+    ],
+)
 def test_three_steps_agree_on_log_probs_and_every_sync_is_proved(
     quickstart: Callable[..., Run], layout: str
 ) -> None:
