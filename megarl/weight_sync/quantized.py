@@ -81,6 +81,10 @@ class QuantizedWeights:
         self._squares = torch.stack(squares).cpu() if squares else torch.empty(0, 2)
         return {**self._parameters, **self._copies}
 
+    def drop(self) -> None:
+        """Let go of the copies; the next `refresh` makes them anew."""
+        self._copies = {}
+
     @property
     def errors(self) -> dict[str, tuple[float, float]]:
         """By weight, sums over this rank's elements of (quantized - weight)^2 and of weight^2, of

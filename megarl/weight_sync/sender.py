@@ -248,6 +248,9 @@ class Sender:
             if not arena.is_lasting:
                 del self._arenas[kind]
                 arena.close()
+        if not self._keep_arenas and self._quantized is not None:
+            self._quantized.drop()
+            self._sent = self._parameters
 
     def sends_to(self, kind: ServerKind) -> bool:
         """Whether this rank has messages for servers of `kind`."""

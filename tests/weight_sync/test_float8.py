@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,24 @@ def test_weight_that_is_no_number_is_named_and_nothing_is_sent() -> None:
     parameters["decoder.layers.1.mlp.linear_fc2.weight"][3, 200] = torch.nan
     with pytest.raises(WeightSyncError, match=r"learner rank 0: model.layers.1.mlp.down_proj.w"):
         sender.prepare()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_quantized_copies_outlive_a_sync_only_where_memory_is_not_shared(keeps: bool) -> None:
+    spec = source(LearnerMesh())
+    (parameters,) = tiny.on_learner(spec, tiny.weights(spec.shape, 3))
+    sender = Sender("float8kept", spec, 0, parameters, "bf16", keep_arenas=keeps)
+    sums = []
+    for _ in range(2):
+        sender.prepare()
+        copy = weakref.ref(next(iter(sender._quantized._copies.values())))
+        sums.append(sender.checksums())
+        errors = sender.quantization_errors
+        sender.withdraw()
+        assert (copy() is not None) == keeps
+        assert sender.quantization_errors == errors
+    assert sums[0] == sums[1]
+    sender.close()
 
 
 def test_what_float8_loses_is_told_by_layer() -> None:
