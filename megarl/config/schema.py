@@ -227,6 +227,10 @@ class WeightSyncConfig(Group):
     """
     bucket_mib: Positive = 64
     """Largest message between nodes, in MiB; one tensor's part may be larger."""
+    gpu_arenas: Literal["auto", "never"] = "auto"
+    """`auto`: on GPUs, servers of the learner's node read its memory by CUDA IPC where the driver
+    allows it. `never`: through host memory, for learner and servers in containers with PID
+    namespaces of their own, between which CUDA IPC does not work."""
 
 
 class CheckpointConfig(Group):

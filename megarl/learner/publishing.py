@@ -19,8 +19,10 @@ from megarl.nodes import node_name
 from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.places import Place
 from megarl.weight_sync.session import WeightSync
+from megarl.weight_sync.transport.arenas import Policy
 
 if TYPE_CHECKING:
+    from megarl.config.schema import Config
     from megarl.learner.learner import Learner
 
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
@@ -28,6 +30,13 @@ RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 
 
 STAGING_S = 1800.0  # for ranks to wait for each other besides what deadline.sync_s bounds
+
+
+def _arenas(config: Config) -> Policy:
+    """A GPU that is shared in time needs its memory back; otherwise staging memory stays."""
+    if config.weight_sync.gpu_arenas == "never":
+        return "host"
+    return "released" if config.placement.mode == "colocated" else "kept"
 
 
 def build_weight_sync(learner: Learner) -> WeightSync:
@@ -57,5 +66,5 @@ def build_weight_sync(learner: Learner) -> WeightSync:
         deadline_s=config.deadline.sync_s,
         place=Place(node_name(os.environ), int(os.environ.get("LOCAL_RANK", "0"))),
         bucket_bytes=config.weight_sync.bucket_mib << 20,
-        keep_arenas=config.placement.mode != "colocated",
+        arenas=_arenas(config),
     )

@@ -16,7 +16,7 @@ from megarl.reshard import execute
 from megarl.reshard.moves import Move
 
 # In the order tried. Copies do not compute: 16 bytes of any type travel as one complex number.
-_UNITS = {16: torch.complex128, 8: torch.int64, 4: torch.int32}
+_UNITS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 SINGLE_BYTES = 32 << 20
 """From here on a copy is worth a call: it takes 16 us at 4 TB/s read and written."""
 
@@ -190,7 +190,7 @@ def _widened(
     itemsize = sources[copy.source.name].element_size()
     for unit in _UNITS:
         ratio = unit // itemsize
-        if ratio > 1 and all(_fits(view, tensors[view.name], ratio) for view, tensors in sides):
+        if ratio >= 1 and all(_fits(view, tensors[view.name], ratio) for view, tensors in sides):
             views = [_in_units(view, ratio) for view, _ in sides]
             return Copy(views[0], views[1], unit, is_plain)
     return replace(copy, is_plain=is_plain)

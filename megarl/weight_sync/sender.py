@@ -29,7 +29,7 @@ from megarl.weight_sync.formats import staged, wire_format
 from megarl.weight_sync.parcels import Parcel
 from megarl.weight_sync.places import ServerKind, placement
 from megarl.weight_sync.quantized import QuantizedWeights
-from megarl.weight_sync.transport.arenas import AnyArena, make_arena, memory_of
+from megarl.weight_sync.transport.arenas import AnyArena, Policy, make_arena, memory_of
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.p2p import Peers
 from megarl.weight_sync.transport.shared import ArenaRef
@@ -59,9 +59,9 @@ class Route:
 class Sender:
     """One learner rank's part in every publish. `parameters` are its live tensors by local name.
 
-    `devices` are those of all learner ranks; without them all is on one node. Without `keep_arenas`
-    a GPU's memory for staging is given back after every publish. Raises WeightSyncError where the
-    parameters are not those of the layout.
+    `devices` are those of all learner ranks; without them all is on one node. `arenas` is the
+    policy of those on GPUs. Raises WeightSyncError where the parameters are not those of the
+    layout.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Sender:
         dtype: str,
         devices: Sequence[Device] = (),
         bucket_bytes: int = 64 << 20,
-        keep_arenas: bool = True,
+        arenas: Policy = "kept",
     ) -> None:
         self.layout = source.layout()
         self.wire = wire_format(dtype, self.layout)
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._parameters = parameters
         self._devices, self._bucket_bytes = tuple(devices), bucket_bytes
-        self._keep_arenas = keep_arenas
+        self._policy = arenas
         self._shapes = {parameter.name: parameter.shape for parameter in self.layout.parameters}
         self._mine = self.layout.rank(rank)
         self._share = Cover(self.layout).share(rank)
@@ -219,14 +219,14 @@ class Sender:
             current[1].close()
         device = next(iter(self._parameters.values())).device
         arena = make_arena(
-            memory_of(device),
+            None if self._policy == "host" else memory_of(device),
             self._run_id,
             generation,
             self._rank,
             route.num_bytes,
             route.digest,
             self._live(route),
-            self._keep_arenas,
+            self._policy == "kept",
         )
         self._arenas[kind] = (generation, arena)
         return arena

@@ -37,6 +37,7 @@ from megarl.weight_sync.places import Place, ServerKind, learner_devices, server
 from megarl.weight_sync.quantized import by_layer
 from megarl.weight_sync.sender import Sender
 from megarl.weight_sync.together import from_all, from_first
+from megarl.weight_sync.transport.arenas import Policy
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.shared import ArenaRef
 
@@ -99,7 +100,7 @@ class WeightSync:
     store listens on. `place` is where this rank runs: servers of its node read its arenas, servers
     of other nodes are sent messages of at most `bucket_bytes`; None where all is on one node.
     `server_mesh` says what SGLang's arguments do to the servers' layout, beside the sizes that each
-    server says of itself. Without `keep_arenas` a GPU's memory for staging is given back after each
+    server says of itself. `arenas` says what becomes of a GPU's memory for staging after each
     publish. Making one is collective over the group.
     """
 
@@ -118,7 +119,7 @@ class WeightSync:
         deadline_s: float = 300.0,
         place: Place | None = None,
         bucket_bytes: int = 64 << 20,
-        keep_arenas: bool = True,
+        arenas: Policy = "kept",
     ) -> None:
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._group, self._deadline_s = group, deadline_s
@@ -127,7 +128,7 @@ class WeightSync:
         self._places = self._gather(place or Place("", rank))
         self._devices = learner_devices(self._places)
         self.sender = Sender(
-            run_id, source, rank, parameters, dtype, self._devices, bucket_bytes, keep_arenas
+            run_id, source, rank, parameters, dtype, self._devices, bucket_bytes, arenas
         )
         self._board = AckBoard(host) if rank == 0 else None
         self._generations: dict[ServerKind, int] = {}

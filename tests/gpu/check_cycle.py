@@ -13,7 +13,7 @@ def run(machine: Machine) -> Outcome:
     outcome = Outcome()
     server = Server(small, 1)
     for way in ("direct", "staged"):
-        learner = Peer(small, Learner, False)
+        learner = Peer(small, Learner, "released")
         _warm_up(learner, server, way == "direct")
         baseline, addresses, stale = small.free_bytes(), set(), ""
         for cycle in range(small.cycles):

@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from megarl.weight_sync.transport.cuda_ipc import can_export
+from megarl.weight_sync.transport.cuda_export import can_export
 from tests.gpu.machine import Machine, Outcome
 
 

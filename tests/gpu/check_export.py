@@ -13,7 +13,8 @@ import sys
 import torch
 
 from megarl.weight_sync.transport.cuda_driver import POOLED, VIRTUAL
-from megarl.weight_sync.transport.cuda_ipc import CudaArena, can_export, can_stage
+from megarl.weight_sync.transport.cuda_export import can_export, can_stage
+from megarl.weight_sync.transport.cuda_ipc import CudaArena
 from tests.gpu.machine import Machine, Outcome
 from tests.weight_sync.pretended_gpu import PretendedGpu
 

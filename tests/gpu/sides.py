@@ -20,6 +20,7 @@ from megarl.weight_sync.inflow import ArenaInflow
 from megarl.weight_sync.places import ServerKind
 from megarl.weight_sync.receiver import Receiver
 from megarl.weight_sync.sender import Sender
+from megarl.weight_sync.transport.arenas import Policy
 from megarl.weight_sync.transport.cuda_driver import tensor_over
 from tests.gpu.machine import Machine
 from tests.reshard.models import tiny_shape
@@ -52,8 +53,8 @@ def source_of(machine: Machine) -> SourceSpec:
 class Learner:
     """Rank 0 of 1."""
 
-    def __init__(self, machine: Machine, keep_arenas: bool = True) -> None:
-        self._machine, self._spec, self._keep = machine, source_of(machine), keep_arenas
+    def __init__(self, machine: Machine, policy: Policy = "kept") -> None:
+        self._machine, self._spec, self._policy = machine, source_of(machine), policy
         self._sender: Sender | None = None
         self._buffer: torch.Tensor | None = None
         self._pointer = 0
@@ -87,7 +88,7 @@ class Learner:
             0,
             parameters,
             "bf16",
-            keep_arenas=self._keep,
+            arenas=self._policy,
         )
         return self._buffer.data_ptr()
 

@@ -16,7 +16,8 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.weight_sync.transport import cuda_ipc
 from megarl.weight_sync.transport.cuda_driver import tensor_over
-from megarl.weight_sync.transport.cuda_ipc import CudaArena, CudaArenaReader, can_export, can_stage
+from megarl.weight_sync.transport.cuda_export import can_export, can_stage
+from megarl.weight_sync.transport.cuda_ipc import CudaArena, CudaArenaReader
 from megarl.weight_sync.transport.shared import ArenaRef
 from tests.weight_sync.pretended_gpu import PretendedGpu
 
@@ -181,6 +182,11 @@ def test_reader_refuses_what_is_stale_another_its_own_or_open_already(
     assert "stale or belongs" in refusal(dataclasses.replace(arena.ref, nonce="f" * 32))
     assert "expected GPU-1" in refusal(dataclasses.replace(arena.ref, gpu="GPU-1"))
     assert "not the name of an arena" in refusal(dataclasses.replace(arena.ref, name="../x"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_ipc, "_this_process", lambda: "another")
+        patch.setattr(cuda_ipc, "_namespace", lambda: 1)
+        with pytest.raises(WeightSyncError, match="another PID namespace.*gpu_arenas"):
+            CudaArenaReader(arena.ref, DIGEST, gpu)
     with pytest.raises(WeightSyncError, match="this process's own"):
         CudaArenaReader(arena.ref, DIGEST, gpu)
     assert not arena.is_read  # refused readers hold nothing

@@ -22,6 +22,7 @@ from megarl.weight_sync.places import ServerKind
 from megarl.weight_sync.receiver import Receiver
 from megarl.weight_sync.sender import Sender
 from megarl.weight_sync.transport import arenas, cuda_ipc
+from megarl.weight_sync.transport.arenas import Policy
 from megarl.weight_sync.transport.cuda_driver import tensor_over
 from megarl.weight_sync.transport.shared import Arena
 from tests.weight_sync import tiny
@@ -61,7 +62,7 @@ class Pair:
         self.senders: list[Sender] = []
 
     def learn(
-        self, seed: int, dtype: torch.dtype, is_exportable: bool, keep_arenas: bool = True
+        self, seed: int, dtype: torch.dtype, is_exportable: bool, policy: Policy = "kept"
     ) -> None:
         """Learner ranks of these weights, whose memory can be exported or not."""
         for each in self.senders:
@@ -72,7 +73,7 @@ class Pair:
             if is_exportable:
                 mine = {name: self._exportable(tensor) for name, tensor in mine.items()}
             run_id = f"pair{os.getpid()}"
-            made = Sender(run_id, SPEC, rank, mine, "bf16", keep_arenas=keep_arenas)
+            made = Sender(run_id, SPEC, rank, mine, "bf16", arenas=policy)
             self.senders.append(made)
 
     def _exportable(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -149,11 +150,17 @@ def test_cast_weights_are_staged_once_opened_once_and_synced_again(pair: Pair) -
 
 
 def test_colocated_learner_has_its_memory_back_after_every_publish(pair: Pair) -> None:
-    pair.learn(3, torch.float32, is_exportable=False, keep_arenas=False)
+    pair.learn(3, torch.float32, is_exportable=False, policy="released")
     for version in range(3):
         assert pair.sync(version) == []
         assert pair.memory.num_allocations == 0
     assert all(calls["open"] == calls["close"] == 6 for calls in pair.calls)
+
+
+def test_learner_that_is_told_so_keeps_its_arenas_in_host_memory(pair: Pair) -> None:
+    pair.learn(3, torch.bfloat16, is_exportable=True, policy="host")
+    assert pair.sync(1) == []
+    assert all("open" not in calls for calls in pair.calls)
 
 
 def test_exportable_weights_are_read_where_they_lie_and_let_go_before_the_answer(

@@ -8,15 +8,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import cache
+from typing import Literal
 
 import torch
 
 from megarl.errors import WeightSyncError
 from megarl.weight_sync.transport.cuda_driver import DeviceMemory, cuda
-from megarl.weight_sync.transport.cuda_ipc import CudaArena, CudaArenaReader, can_stage
+from megarl.weight_sync.transport.cuda_export import can_stage
+from megarl.weight_sync.transport.cuda_ipc import CudaArena, CudaArenaReader
 from megarl.weight_sync.transport.shared import Arena, ArenaReader, ArenaRef
 
 log = logging.getLogger(__name__)
+
+Policy = Literal["kept", "released", "host"]
+"""Of arenas on GPUs. kept: servers keep what is staged open; released: its memory is given back
+after every publish; host: in host memory whatever the device."""
 
 AnyArena = Arena | CudaArena
 AnyReader = ArenaReader | CudaArenaReader

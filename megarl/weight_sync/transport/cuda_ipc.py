@@ -28,61 +28,13 @@ from typing import NamedTuple
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.weight_sync.transport.cuda_driver import (
-    Allocation,
-    DeviceMemory,
-    cuda,
-    tensor_over,
-)
+from megarl.weight_sync.transport.cuda_driver import Allocation, DeviceMemory, tensor_over
+from megarl.weight_sync.transport.cuda_export import can_export
 from megarl.weight_sync.transport.shared import FOLDER, Arena, ArenaReader, ArenaRef
 
 log = logging.getLogger(__name__)
 
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid; fcntl(2)
-
-
-class Export(NamedTuple):
-    """Whether other processes can open a tensor's memory; `why` not, in words."""
-
-    ok: bool
-    why: str = ""
-
-
-def can_export(tensor: torch.Tensor, memory: DeviceMemory | None = None) -> Export:
-    """Whether `tensor` can be read in place by another process through CUDA IPC.
-
-    Asks the driver, and then exports the memory to see. `memory` is that of the tensor's device.
-    """
-    if memory is None:
-        if not tensor.is_cuda:
-            return Export(False, f"it is on {tensor.device}, not on a GPU")
-        memory = cuda(tensor.device)
-    if not tensor.is_contiguous():
-        return Export(False, f"it is not contiguous (strides {tuple(tensor.stride())})")
-    try:
-        found = memory.allocation(tensor.data_ptr())
-        if found.why_not:
-            return Export(False, found.why_not)
-        end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
-        if end > found.base + found.num_bytes:
-            return Export(False, "it spans several allocations of the driver's")
-        memory.export(found.base)
-    except WeightSyncError as error:
-        return Export(False, str(error))
-    return Export(True)
-
-
-def can_stage(memory: DeviceMemory) -> Export:
-    """Whether this process can export memory of the GPU at all: takes a little and tries."""
-    try:
-        pointer = memory.allocate(1)
-        try:
-            memory.export(pointer)
-        finally:
-            memory.free(pointer)
-    except WeightSyncError as error:
-        return Export(False, str(error))
-    return Export(True)
 
 
 class Place(NamedTuple):
@@ -96,21 +48,22 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What the header says of an arena: the GPU, who owns it, allocations' handles, places by
-    offset.
+    """What the header says of an arena: the GPU, the process that owns it and its PID namespace,
+    allocations' handles, places by offset.
 
     `is_lasting` says that readers may have it open between syncs.
     """
 
     gpu: str
     owner: str
+    namespace: int
     is_lasting: bool
     handles: tuple[str, ...]
     places: tuple[Place, ...]
 
     def to_bytes(self) -> bytes:
         """The table as JSON."""
-        fields = [self.gpu, self.owner, self.is_lasting, self.handles, self.places]
+        fields = [self.gpu, self.owner, self.namespace, self.is_lasting, self.handles, self.places]
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @staticmethod
@@ -118,9 +71,9 @@ class Table:
     def from_bytes(text: bytes) -> Table:
         """The inverse of `to_bytes`. Raises WeightSyncError where `text` is no table."""
         try:
-            gpu, owner, is_lasting, handles, places = json.loads(text)
+            gpu, owner, namespace, is_lasting, handles, places = json.loads(text)
             found = tuple(Place(*place) for place in places)
-            return Table(gpu, owner, is_lasting, tuple(handles), found)
+            return Table(gpu, owner, namespace, is_lasting, tuple(handles), found)
         except (ValueError, TypeError) as error:
             raise WeightSyncError(
                 f"an arena's table cannot be read ({error}); use one version of megarl in learner "
@@ -191,7 +144,7 @@ class CudaArena:
         try:
             places = (Place(0, num_bytes, 0, 0),)
             handles = (memory.export(pointer).hex(),)
-            table = Table(memory.gpu, _this_process(), is_lasting, handles, places)
+            table = Table(memory.gpu, _this_process(), _namespace(), is_lasting, handles, places)
             header = _header(run_id, generation, rank, table, digest)
         except Exception:
             memory.free(pointer)
@@ -228,7 +181,8 @@ class CudaArena:
                 segments.append(memory.allocation(pointer))
                 handles.append(memory.export(segments[index].base).hex())
             places.append(Place(offset, size, index, pointer - segments[index].base))
-        table = Table(memory.gpu, _this_process(), False, tuple(handles), tuple(places))
+        where = (memory.gpu, _this_process(), _namespace())
+        table = Table(*where, False, tuple(handles), tuple(places))
         header = _header(run_id, generation, rank, table, digest)
         return cls(memory, header, False, None, torch.empty(0, dtype=torch.uint8))
 
@@ -305,6 +259,11 @@ def _this_process() -> str:
     return f"{os.getpid()}.{_token()}"
 
 
+def _namespace() -> int:
+    """This process's PID namespace: a container's own, or the machine's."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
 def _header(run_id: str, generation: int, rank: int, table: Table, digest: str) -> Arena:
     text = table.to_bytes()
     header = Arena(run_id, generation, rank, len(text), digest)
@@ -367,6 +326,12 @@ class CudaArenaReader:
             raise WeightSyncError(
                 f"arena {self.ref.name} is this process's own, which CUDA cannot open twice; run "
                 "learner and server in processes of their own"
+            )
+        if self._table.namespace != _namespace():
+            raise WeightSyncError(
+                f"arena {self.ref.name} is of a process in another PID namespace, from which CUDA "
+                "opens no memory; run learner and servers in one container (or share the host's "
+                'namespace), or set weight_sync.gpu_arenas = "never"'
             )
         if self._table.gpu != self.ref.gpu:
             raise WeightSyncError(
