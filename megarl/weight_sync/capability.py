@@ -22,6 +22,7 @@ Verdict = Literal["proved", "refused", "unproved"]
 UNQUANTIZED = "none"  # SGLang says null, or "unquant"
 _DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 _PUBLISH = "tests/weight_sync/test_publish.py"
+_FAMILIES = "tests/weight_sync/test_families.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,17 @@ ROWS: tuple[Row, ...] = (
         shown_by=(
             f"{_PUBLISH}::test_two_publishes_in_a_row_arrive_bit_by_bit_and_are_served",
             f"{_PUBLISH}::test_two_learner_ranks_publish_together_to_both_servers",
+        ),
+    ),
+    Row(
+        "proved",
+        "checksums of every parameter and log-probs after each of two syncs, with real servers",
+        devices=("cpu",),
+        quantizations=(UNQUANTIZED,),
+        sglang_versions=("0.5.23",),
+        architectures=("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
+        shown_by=(
+            f"{_FAMILIES}::test_two_syncs_in_a_row_are_served_as_hugging_face_computes_them",
         ),
     ),
 )

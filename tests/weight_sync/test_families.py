@@ -135,6 +135,7 @@ def gaps(fleet: Fleet, case: Case, seed: int) -> torch.Tensor:
 def assert_serves(fleet: Fleet, case: Case, seed: int, version: str) -> None:
     """The server computes as Hugging Face's model with the weights of `seed` does."""
     found = gaps(fleet, case, seed)
+    print(f"{case} seed={seed} mean={found.mean():.2g} max={found.max():.2g} nats")
     assert found.mean() <= MEAN and found.max() <= MOST, (found.mean(), found.max())
     assert fleet.server(case).version() == version
 
