@@ -248,7 +248,7 @@ class Sender:
             if not arena.is_lasting:
                 del self._arenas[kind]
                 arena.close()
-        if not self._keep_arenas and self._quantized is not None:
+        if self._policy != "kept" and self._quantized is not None:
             self._quantized.drop()
             self._sent = self._parameters
 
