@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 KV_CACHE_SCALES = (".k_scale", ".v_scale")
 """Ends of names of parameters that SGLang gives an attention in a quantized model. They scale the
 KV cache, no policy has them, and checkpoints without them leave them unset."""
+_REMEMBERED = 256  # syncs of which a second delivery is known
 _ENDING_S = 10.0  # after a rank's own waiting: until its sender has made its last call
 
 
@@ -59,6 +61,18 @@ class Receiver:
         self._inflows: tuple[Inflow, ...] = (ArenaInflow(), MessageInflow())
         self._store: tuple[tuple[str, int], TCPStore] | None = None
         self._last: tuple[ControlMessage, float] | None = None
+        self._taken: deque[str] = deque(maxlen=_REMEMBERED)
+
+    def is_new(self, message: ControlMessage) -> bool:
+        """Whether it has not been handed to this rank before.
+
+        What is delivered once more is over: its learner does not come, and waiting for it would
+        hold up the server.
+        """
+        if message.token in self._taken:
+            return False
+        self._taken.append(message.token)
+        return True
 
     def receive(self, model: torch.nn.Module, message: ControlMessage) -> Ack:
         """Carry out one sync and say how it went. Raises nothing but what ends a process."""
@@ -242,6 +256,9 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, object]]) ->
     """SGLang's custom weight loader: a message in, an acknowledgement out. Never raises."""
     try:
         message = decode(named_tensors)
+        if not _RECEIVER.is_new(message):
+            log.warning("update delivered again, nothing done stamp=%s", message.stamp)
+            return
         with torch.no_grad():
             ack = _RECEIVER.receive(model, message)
         _RECEIVER.acknowledge(message, ack)

@@ -250,6 +250,24 @@ def test_killed_learner_holds_no_server_up_for_longer_than_the_deadline(world: W
     assert verified(again.publish(3, 3, [server]))
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_update_that_is_delivered_again_changes_nothing_and_holds_nobody_up(
+    world: World, when: str
+) -> None:
+    learner, server = world.pair(30.0)
+
+    def hook(route: str, moment: str, body: dict[str, list[str]]) -> None:
+        if (route, moment) == ("/update_weights_from_tensor", when):
+            server.deliver(server.payloads[0])  # of the sync before
+            server.deliver(body["serialized_named_tensors"])
+
+    server.hook = hook
+    start = time.monotonic()
+    assert verified(learner.publish(2, 2, [server]))
+    assert time.monotonic() - start < 15
+    assert server.holds(2) and server.version == "2"
+
+
 def test_message_let_go_after_its_sync_was_given_up_does_not_end_the_next_sync(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
