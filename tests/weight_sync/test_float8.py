@@ -91,7 +91,9 @@ def test_weight_that_is_no_number_is_named_and_nothing_is_sent() -> None:
 def test_quantized_copies_outlive_a_sync_only_where_memory_is_not_shared(keeps: bool) -> None:
     spec = source(LearnerMesh())
     (parameters,) = tiny.on_learner(spec, tiny.weights(spec.shape, 3))
-    sender = Sender("float8kept", spec, 0, parameters, "bf16", keep_arenas=keeps)
+    sender = Sender(
+        "float8kept", spec, 0, parameters, "bf16", arenas="kept" if keeps else "released"
+    )
     sums = []
     for _ in range(2):
         sender.prepare()
