@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import tempfile
+from pathlib import Path
 
 import torch
 
+from megarl.reshard.mesh import LearnerMesh
+from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.transport.cuda_export import can_export
 from tests.gpu.machine import Machine, Outcome
+from tests.weight_sync import tiny
 
 
 def run(machine: Machine) -> Outcome:
@@ -20,7 +26,36 @@ def run(machine: Machine) -> Outcome:
         outcome.figures[engine] = "installed" if is_there else "not installed: nothing was shown"
     if outcome.figures["megatron.core"] == "installed" and not machine.dry:
         outcome.figures["parameter_buffer"] = _parameter_buffer(machine)
+    if outcome.figures["sglang"] == "installed" and not machine.dry:
+        outcome.figures["server"] = _publish_to_a_server(machine)
     return outcome
+
+
+def _publish_to_a_server(machine: Machine) -> str:
+    """Two publishes from here to a server of SGLang on the same GPU; both must be verified."""
+    from megarl.weight_sync.session import WeightSync
+    from tests.weight_sync.servers import RealServer, make_model
+
+    spec = SourceSpec(tiny.SHAPE, LearnerMesh())
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model")
+        server = RealServer("gpu", model, 1, Path(folder) / "log", device="cuda")
+        try:
+            server.wait()
+            learned = tiny.on_learner(spec, tiny.weights(tiny.SHAPE, 0))[0]
+            parameters = {name: tensor.to(machine.device) for name, tensor in learned.items()}
+            sync = WeightSync(f"gpuengine{os.getpid()}", spec, 0, parameters, "fp32")
+            for version in (1, 2):
+                new = tiny.on_learner(spec, tiny.weights(tiny.SHAPE, version))[0]
+                for name, tensor in new.items():
+                    parameters[name].copy_(tensor)
+                report = sync.publish(version, [server.endpoint])
+                assert report.servers[0].verified, report.servers[0].error
+                assert server.version() == str(version)
+            sync.close()
+        finally:
+            server.kill()
+    return "verified twice"
 
 
 def _parameter_buffer(machine: Machine) -> str:

@@ -64,6 +64,7 @@ class RealServer:
         ep: int = 1,
         attention_dp: int = 1,
         dtype: str = "float32",
+        device: str = "cpu",
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -74,7 +75,7 @@ class RealServer:
         )
         flags = {
             "--model-path": model,
-            "--device": "cpu",
+            "--device": device,
             "--dtype": dtype,
             "--tp-size": tp,
             "--ep-size": ep,
@@ -86,8 +87,9 @@ class RealServer:
             "--port": port,
             "--log-level": "warning",
         }
-        argv = [sys.executable, "-m", "megarl.compat.sglang_server", "--sleep-on-idle"]
+        argv = [sys.executable, "-m", "megarl.compat.sglang_server"]
         argv += ["--skip-tokenizer-init", "--skip-server-warmup"]
+        argv += ["--sleep-on-idle"] if device == "cpu" else ["--disable-cuda-graph"]
         argv += [str(word) for pair in flags.items() for word in pair]
         argv += ["--custom-weight-loader", LOAD_FORMAT, *LOADERS]
         with log.open("wb") as output:

@@ -308,7 +308,7 @@ class CudaArenaReader:
             if not _try_lock(lock, fcntl.F_RDLCK):
                 raise WeightSyncError(f"arena {ref.name} is being removed by its owner")
             for handle in self._table.handles:
-                opened[handle] = memory.open(bytes.fromhex(handle))
+                opened[handle] = _opened(ref, handle, memory)
                 _OPEN.add(handle)
         except BaseException:
             _shut(memory, opened, lock)
@@ -371,6 +371,16 @@ class CudaArenaReader:
     def close(self) -> None:
         """Unmap the memory, once, after the GPU has done what it was asked."""
         self._finalizer()
+
+
+def _opened(ref: ArenaRef, handle: str, memory: DeviceMemory) -> int:
+    try:
+        return memory.open(bytes.fromhex(handle))
+    except WeightSyncError as error:
+        raise WeightSyncError(
+            f"arena {ref.name} cannot be opened: {error}; its owner has ended, or GPU {ref.gpu} "
+            f'cannot be read from {memory.gpu}: then set weight_sync.gpu_arenas = "never"'
+        ) from error
 
 
 def _shut(memory: DeviceMemory, opened: Mapping[str, int], lock: int) -> None:
