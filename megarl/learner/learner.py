@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megarl.actor.shape import read_shape
 from megarl.config.layouts import learner_layout, learner_mesh, trained_shape
 from megarl.config.schema import Config
-from megarl.learner import distributed
+from megarl.learner import distributed, shared_weights
 from megarl.learner.control import PeerLostError
 from megarl.learner.loss import LossWeights
 from megarl.learner.packing import PackedMicrobatch, check_plan, pack_minibatch, pack_sequences
@@ -69,6 +69,7 @@ class Learner:
 
         mark("model")
         module = model.build_model(self.shape, config.learner, self.ranks, self.layout)
+        self.memory = shared_weights.share(config, module, self.ranks)
         rank = self.ranks.rank
         self.weights = model.named_weights(module, self.shape, self.layout, rank)
         mark("checkpoint")
@@ -244,9 +245,11 @@ class Learner:
         return self.state.figures()
 
     def close(self) -> None:
-        """Remove what would outlive this process: shared memory of the weight sync."""
+        """Remove what would outlive this process: shared memory of weights and their sync."""
         if self._weight_sync is not None:
             self._weight_sync.close()
+        if self.memory is not None:
+            self.memory.close()
 
     @property
     def _loss_weights(self) -> LossWeights:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megarl.config.layouts import learner_forms, learner_pipeline
 from megarl.config.server_arguments import server_mesh
 from megarl.learner.addresses import listen_address
+from megarl.learner.shared_weights import run_id
 from megarl.nodes import node_name
 from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.places import Place
@@ -24,10 +25,6 @@ from megarl.weight_sync.transport.arenas import Policy
 if TYPE_CHECKING:
     from megarl.config.schema import Config
     from megarl.learner.learner import Learner
-
-RUN_ID_VARIABLE = "MEGARL_RUN_ID"
-"""Set by the launcher; names this start's shared memory, which the launcher sweeps at the end."""
-
 
 STAGING_S = 1800.0  # for ranks to wait for each other besides what deadline.sync_s bounds
 
@@ -47,7 +44,7 @@ def build_weight_sync(learner: Learner) -> WeightSync:
     config, ranks = learner.config, learner.ranks
     on_cpu = ranks.device.type == "cpu"
     return WeightSync(
-        run_id=os.environ.get(RUN_ID_VARIABLE, f"pid{os.getppid()}"),
+        run_id=run_id(),
         source=SourceSpec(
             learner.shape,
             ranks.mesh,
@@ -67,4 +64,5 @@ def build_weight_sync(learner: Learner) -> WeightSync:
         place=Place(node_name(os.environ), int(os.environ.get("LOCAL_RANK", "0"))),
         bucket_bytes=config.weight_sync.bucket_mib << 20,
         arenas=_arenas(config),
+        memory=learner.memory,
     )

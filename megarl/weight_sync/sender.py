@@ -32,7 +32,7 @@ from megarl.weight_sync.quantized import QuantizedWeights
 from megarl.weight_sync.transport.arenas import AnyArena, Policy, make_arena, memory_of
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.p2p import Peers
-from megarl.weight_sync.transport.shared import ArenaRef
+from megarl.weight_sync.transport.shared import Arena, ArenaRef
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Sender:
     """One learner rank's part in every publish. `parameters` are its live tensors by local name.
 
     `devices` are those of all learner ranks; without them all is on one node. `arenas` is the
-    policy of those on GPUs. Raises WeightSyncError where the parameters are not those of the
-    layout.
+    policy of those on GPUs, `memory` the shared memory that the parameters of a CPU's rank lie in,
+    where they do. Raises WeightSyncError where the parameters are not those of the layout.
     """
 
     def __init__(
@@ -74,13 +74,14 @@ class Sender:
         devices: Sequence[Device] = (),
         bucket_bytes: int = 64 << 20,
         arenas: Policy = "kept",
+        memory: Arena | None = None,
     ) -> None:
         self.layout = source.layout()
         self.wire = wire_format(dtype, self.layout)
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._parameters = parameters
         self._devices, self._bucket_bytes = tuple(devices), bucket_bytes
-        self._policy = arenas
+        self._policy, self._memory = arenas, memory
         self._shapes = {parameter.name: parameter.shape for parameter in self.layout.parameters}
         self._mine = self.layout.rank(rank)
         self._share = Cover(self.layout).share(rank)
@@ -219,7 +220,7 @@ class Sender:
             current[1].close()
         device = next(iter(self._parameters.values())).device
         arena = make_arena(
-            None if self._policy == "host" else memory_of(device),
+            self._memory if self._policy == "host" else memory_of(device) or self._memory,
             self._run_id,
             generation,
             self._rank,
@@ -248,6 +249,8 @@ class Sender:
             if not arena.is_lasting:
                 del self._arenas[kind]
                 arena.close()
+            elif arena.is_direct:
+                arena.stamp("")  # whoever still reads sees that it reads too late
         if self._policy != "kept" and self._quantized is not None:
             self._quantized.drop()
             self._sent = self._parameters

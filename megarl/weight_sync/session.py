@@ -39,7 +39,7 @@ from megarl.weight_sync.sender import Sender
 from megarl.weight_sync.together import from_all, from_first
 from megarl.weight_sync.transport.arenas import Policy
 from megarl.weight_sync.transport.meeting import Call
-from megarl.weight_sync.transport.shared import ArenaRef
+from megarl.weight_sync.transport.shared import Arena, ArenaRef
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,7 @@ class WeightSync:
         place: Place | None = None,
         bucket_bytes: int = 64 << 20,
         arenas: Policy = "kept",
+        memory: Arena | None = None,
     ) -> None:
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._group, self._deadline_s = group, deadline_s
@@ -128,7 +129,7 @@ class WeightSync:
         self._places = self._gather(place or Place("", rank))
         self._devices = learner_devices(self._places)
         self.sender = Sender(
-            run_id, source, rank, parameters, dtype, self._devices, bucket_bytes, arenas
+            run_id, source, rank, parameters, dtype, self._devices, bucket_bytes, arenas, memory
         )
         self._board = AckBoard(host) if rank == 0 else None
         self._generations: dict[ServerKind, int] = {}

@@ -23,10 +23,11 @@ from tests.learner import recorded, tiny_models
 MODEL, FOLDER = sys.argv[1], Path(sys.argv[2])
 
 
-def learner(**settings: Any) -> Learner:
+def learner(in_place: bool = False, **settings: Any) -> Learner:
     """A learner in fp32 with these settings of the `learner` group."""
     given = {"precision": {"params": "fp32"}, **settings}
-    return Learner(Config.model_validate({"actor": {"model": MODEL}, "learner": given}), FOLDER)
+    groups = {"actor": {"model": MODEL}, "learner": given, "weight_sync": {"in_place": in_place}}
+    return Learner(Config.model_validate(groups), FOLDER)
 
 
 def refusal(work: Any) -> str:
@@ -95,6 +96,36 @@ def in_bf16(plan: MinibatchPlan, sequences: Any) -> dict[str, Any]:
     return answers
 
 
+def in_shared_memory(plan: MinibatchPlan) -> dict[str, Any]:
+    """The same steps with weights in private and in shared memory, one of them saved and loaded."""
+    seen: dict[str, Any] = {}
+    runs = []
+    for in_place in (False, True):
+        one = learner(in_place, optimizer={"lr": 1e-3})
+        metrics = [one.step(plan) for _ in range(2)]
+        one.save(str(FOLDER / f"saved-{in_place}"), 2)
+        one.step(plan)
+        one.load(str(FOLDER / f"saved-{in_place}"))
+        metrics.append(one.step(plan))
+        runs.append((metrics, weights(one)))
+        if one.memory is not None:
+            low, size = one.memory.data.data_ptr(), one.memory.ref.num_bytes
+            buffers = one.policy.model.buffers
+            tensors = [*one.weights.values(), *one.policy.model.module.parameters()]
+            tensors += [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
+            starts = [tensor.data_ptr() - low for tensor in tensors]
+            seen["inside"] = all(
+                0 <= at <= size - tensor.nbytes for at, tensor in zip(starts, tensors, strict=True)
+            )
+            path = Path("/dev/shm") / one.memory.ref.name
+            seen["file"] = path.is_file()
+            seen["second"] = learner(True).memory is None  # the name is taken: it does without
+        one.close()
+    seen["closed"] = not path.exists()
+    (metrics, first), (again, second) = runs
+    return {**seen, "same": metrics == again and torch.equal(first, second)}
+
+
 def main() -> None:
     """Everything, in one process."""
     torch.set_num_threads(1)
@@ -122,6 +153,7 @@ def main() -> None:
         "warm-up": warmed_up(plan),
         "still": still(plan),
         "bf16": in_bf16(plan, sequences),
+        "shared": in_shared_memory(plan),
     }
     print(json.dumps(answers))
 

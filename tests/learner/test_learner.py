@@ -93,3 +93,15 @@ def test_bf16_is_near_fp32_and_learns(answers: dict[str, Any]) -> None:
     differences = [abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)]
     assert 0 < sum(differences) / len(differences) < 0.05
     assert found["losses"][1] < found["losses"][0]
+
+
+def test_weights_in_shared_memory_learn_save_and_load_as_in_private_memory(
+    answers: dict[str, Any],
+) -> None:
+    assert answers["shared"] == {
+        "inside": True,
+        "file": True,
+        "second": True,
+        "closed": True,
+        "same": True,
+    }

@@ -19,8 +19,10 @@ from megarl.weight_sync.control import WIRE_DTYPES, ControlMessage, SourceSpec, 
 from megarl.weight_sync.places import ServerKind
 from megarl.weight_sync.receiver import Receiver
 from megarl.weight_sync.sender import Sender
+from megarl.weight_sync.transport.in_place import live_memory
+from megarl.weight_sync.transport.shared import Arena
 from tests.weight_sync import tiny
-from tests.weight_sync.tiny import FakeModel
+from tests.weight_sync.tiny import FakeModel, Tensors
 
 _RUNS = itertools.count()
 
@@ -36,16 +38,26 @@ class Rig:
         server_dtype: str = "",
         models: Sequence[Any] = (),
         weights: Callable[[int], tiny.Tensors] | None = None,
+        shares: bool = False,
     ) -> None:
-        """`models` are those of the server's ranks, else stand-ins; `weights` makes a seed's."""
+        """`models` are those of the server's ranks, else stand-ins; `weights` makes a seed's.
+
+        Where it `shares`, the learner's parameters lie in shared memory.
+        """
         self.source, self.mesh, self.dtype = source, mesh, dtype
         self.weights = weights or partial(tiny.weights, source.shape)
         self.kind = ServerKind(mesh)
         self.run_id = f"test{os.getpid()}_{next(_RUNS)}"
         self.learner = tiny.on_learner(source, self.weights(0))
-        self.senders = [
-            Sender(self.run_id, source, rank, parameters, dtype)
+        self.memories = [
+            _moved(self.run_id, rank, parameters) if shares else None
             for rank, parameters in enumerate(self.learner)
+        ]
+        self.senders = [
+            Sender(self.run_id, source, rank, parameters, dtype, memory=memory)
+            for rank, (parameters, memory) in enumerate(
+                zip(self.learner, self.memories, strict=True)
+            )
         ]
         layout = self.senders[0].route(self.kind).destination
         served = WIRE_DTYPES[server_dtype or dtype]
@@ -111,5 +123,19 @@ class Rig:
         return self.differences(self.receive(self.messages(version)))
 
     def close(self) -> None:
-        for sender in self.senders:
+        for sender, memory in zip(self.senders, self.memories, strict=True):
             sender.close()
+            if memory is not None:
+                memory.close()
+
+
+def _moved(run_id: str, rank: int, parameters: Tensors) -> Arena:
+    """Put the parameters into shared memory, at places that no planner knows."""
+    sizes = [(tensor.nbytes + 63) // 64 * 64 for tensor in parameters.values()]
+    memory = live_memory(run_id, rank, sum(sizes))
+    at = memory.ref.num_bytes
+    for (name, tensor), size in zip(list(parameters.items()), sizes, strict=True):
+        at -= size
+        parameters[name] = memory.view(at, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        parameters[name].copy_(tensor)
+    return memory

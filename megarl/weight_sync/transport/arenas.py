@@ -1,4 +1,5 @@
-"""Which memory an arena lies in: a GPU's where servers of the node can open it, else the host's.
+"""Which memory an arena lies in: a GPU's where servers of the node can open it, else the host's;
+memory of its own, or the parameters themselves.
 
 Owns that choice on both sides, and says in the log what it was. Knows nothing of plans.
 """
@@ -16,6 +17,7 @@ from megarl.errors import WeightSyncError
 from megarl.weight_sync.transport.cuda_driver import DeviceMemory, cuda
 from megarl.weight_sync.transport.cuda_export import can_stage
 from megarl.weight_sync.transport.cuda_ipc import CudaArena, CudaArenaReader
+from megarl.weight_sync.transport.in_place import InPlaceArena, InPlaceReader
 from megarl.weight_sync.transport.shared import Arena, ArenaReader, ArenaRef
 
 log = logging.getLogger(__name__)
@@ -24,8 +26,8 @@ Policy = Literal["kept", "released", "host"]
 """Of arenas on GPUs. kept: servers keep what is staged open; released: its memory is given back
 after every publish; host: in host memory whatever the device."""
 
-AnyArena = Arena | CudaArena
-AnyReader = ArenaReader | CudaArenaReader
+AnyArena = Arena | InPlaceArena | CudaArena
+AnyReader = ArenaReader | InPlaceReader | CudaArenaReader
 
 
 @cache
@@ -45,7 +47,7 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
 
 
 def make_arena(
-    memory: DeviceMemory | None,
+    memory: DeviceMemory | Arena | None,
     run_id: str,
     generation: int,
     rank: int,
@@ -54,14 +56,22 @@ def make_arena(
     live: Mapping[int, torch.Tensor] | None = None,
     is_lasting: bool = True,
 ) -> AnyArena:
-    """An arena of `num_bytes` in `memory`, or in the host's.
+    """An arena of `num_bytes` in a GPU's `memory`, or in the host's.
 
     `live` are tensors that hold, as they are, what is to lie at their offsets: where their memory
-    can be exported, the arena is made of them and nothing is copied. `is_lasting` is `staged`'s.
+    can be exported, or is that Arena, the arena is made of them and nothing is copied.
+    `is_lasting` is `CudaArena.staged`'s.
     """
-    if memory is None:
-        return Arena(run_id, generation, rank, num_bytes, digest)
     why = "it travels in another type"
+    if memory is None or isinstance(memory, Arena):
+        if memory is not None and live is not None:
+            try:
+                return InPlaceArena(memory, run_id, generation, rank, live, digest)
+            except WeightSyncError as error:
+                why = str(error)
+        if memory is not None:
+            log.info("arena made kind=staged bytes=%d why=%s", num_bytes, why)
+        return Arena(run_id, generation, rank, num_bytes, digest)
     if live is not None:
         try:
             arena = CudaArena.direct(memory, run_id, generation, rank, live, digest)
@@ -92,4 +102,6 @@ def open_arena(ref: ArenaRef, digest: str, device: torch.device) -> AnyReader:
     """
     if ref.gpu:
         return CudaArenaReader(ref, digest, reading_memory(device))
+    if ref.in_place:
+        return InPlaceReader(ref, digest)
     return ArenaReader(ref, digest)

@@ -29,7 +29,8 @@ HEADER_BYTES = 4096  # one page, so that data begins page-aligned
 _MAGIC = b"megarl1\0"
 _FIELDS = struct.Struct("<8s32s64sQ64s")  # magic, nonce, digest, data bytes, stamp
 _STAMP_AT = _FIELDS.size - 64
-_NAME = re.compile(r"megarl_[A-Za-z0-9._-]+_g\d+_r\d+")
+_NAME = re.compile(r"megarl_[A-Za-z0-9._-]+_(g\d+|live)_r\d+")
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, since Linux 5.14
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,9 @@ class ArenaRef:
     """What a reader needs to find one arena and to know that it is the right one.
 
     `nonce` is new for every arena, so that a name used again is not mistaken for it; `host` is
-    where it was made. `gpu` is the UUID of the GPU whose memory holds the data, and the file only
-    says where (`cuda_ipc`); empty where the file holds them.
+    where it was made. The file holds the data but where it only says where they are: `gpu` is the
+    UUID of the GPU whose memory has them (`cuda_ipc`), `in_place` that they are a learner's
+    parameters in other shared memory (`in_place`).
     """
 
     name: str
@@ -46,14 +48,17 @@ class ArenaRef:
     nonce: str
     host: str
     gpu: str = ""
+    in_place: bool = False
 
 
-def arena_name(run_id: str, generation: int, rank: int) -> str:
+def arena_name(run_id: str, generation: int | None, rank: int) -> str:
     """The file name of an arena; /dev/shm entries of a run all begin with megarl_<run_id>_.
 
-    Raises WeightSyncError where `run_id` cannot be part of a file name.
+    None is the generation of memory that lives as long as its owner. Raises WeightSyncError where
+    `run_id` cannot be part of a file name.
     """
-    name = f"megarl_{run_id}_g{generation}_r{rank}"
+    age = "live" if generation is None else f"g{generation}"
+    name = f"megarl_{run_id}_{age}_r{rank}"
     if not _NAME.fullmatch(name):
         raise WeightSyncError(
             f"run id {run_id!r} cannot name shared memory; use letters, digits, '.', '_' and '-'"
@@ -69,15 +74,13 @@ class Arena:
     """
 
     def __init__(
-        self, run_id: str, generation: int, rank: int, num_bytes: int, digest: str
+        self, run_id: str, generation: int | None, rank: int, num_bytes: int, digest: str
     ) -> None:
         name = arena_name(run_id, generation, rank)
         self._path = FOLDER / name
         self._descriptor = _create(self._path)
         self._finalizer = weakref.finalize(self, _remove, self._path, self._descriptor, os.getpid())
-        size = HEADER_BYTES + max(num_bytes, 1)
-        self._allocate(size)
-        self._map = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._map = self._allocate(HEADER_BYTES + max(num_bytes, 1))
         self.ref = ArenaRef(name, num_bytes, secrets.token_hex(16), socket.gethostname())
         self._map[: _FIELDS.size] = self._header = _FIELDS.pack(
             _MAGIC, self.ref.nonce.encode(), digest.encode(), num_bytes, b""
@@ -88,19 +91,30 @@ class Arena:
             else torch.empty(0, dtype=torch.uint8)
         )
 
-    def _allocate(self, size: int) -> None:
-        """Take the memory now: a full /dev/shm would otherwise end the process while it writes."""
+    def _allocate(self, size: int) -> mmap.mmap:
+        """Map the file and take its memory now, in huge pages where the kernel has some for files.
+
+        A full /dev/shm would otherwise end the process while it writes.
+        """
+        free = os.statvfs(FOLDER)
+        free_bytes = free.f_bavail * free.f_frsize
         try:
-            os.posix_fallocate(self._descriptor, 0, size)
+            if size > free_bytes:
+                raise OSError(errno.ENOSPC, "it is more than is free")
+            os.ftruncate(self._descriptor, size)
+            found = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED)
+            _advise(found, mmap.MADV_HUGEPAGE)
+            if not _advise(found, _POPULATE_WRITE):  # an older kernel, or it has become full
+                os.posix_fallocate(self._descriptor, 0, size)
         except OSError as error:
             self._finalizer()
             if error.errno != errno.ENOSPC:
                 raise
-            free = os.statvfs(FOLDER)
             raise WeightSyncError(
                 f"{self._path} needs {size} bytes of shared memory and "
-                f"{free.f_bavail * free.f_frsize} are free; give {FOLDER} more room"
+                f"{free_bytes} are free; give {FOLDER} more room"
             ) from error
+        return found
 
     is_lasting = True
     is_direct = False
@@ -205,9 +219,20 @@ def _map_for_reading(ref: ArenaRef) -> mmap.mmap:
     try:
         size = os.fstat(descriptor).st_size
         _check_size(ref, size)
-        return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        found = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        _advise(found, mmap.MADV_HUGEPAGE)
+        return found
     finally:
         os.close(descriptor)
+
+
+def _advise(mapped: mmap.mmap, advice: int) -> bool:
+    """Tell the kernel what is wanted of a mapping; whether it could do that."""
+    try:
+        mapped.madvise(advice)
+    except OSError:
+        return False
+    return True
 
 
 def _check_size(ref: ArenaRef, size: int) -> None:

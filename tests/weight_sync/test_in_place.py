@@ -1,0 +1,142 @@
+"""Servers that read the learner's parameters in place: what they get, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.weight_sync.control import SourceSpec
+from megarl.weight_sync.inflow import ArenaInflow
+from megarl.weight_sync.places import ServerKind
+from megarl.weight_sync.transport.in_place import InPlaceReader, live_memory
+from megarl.weight_sync.transport.shared import Arena
+from tests.weight_sync import tiny
+from tests.weight_sync.rig import Rig
+from tests.weight_sync.tiny import SHAPE
+
+RUN, DIGEST = f"inplace{os.getpid()}", "a" * 64
+
+
+@pytest.fixture
+def shared(rig: Callable[..., Rig]) -> Rig:
+    """TP2 to TP2 out of shared memory, with a first good sync behind it."""
+    made = rig(SourceSpec(SHAPE, LearnerMesh(tp=2)), ServerMesh(2), shares=True)
+    assert made.sync(1) == []
+    return made
+
+
+def _files(rig: Rig) -> dict[str, int]:
+    return {p.name: p.stat().st_size for p in Path("/dev/shm").glob(f"megarl_{rig.run_id}_*")}
+
+
+@pytest.mark.parametrize("mesh", [LearnerMesh(tp=2, pp=2), LearnerMesh(dp=2), LearnerMesh()])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parameters_arrive_without_being_staged(
+    rig: Callable[..., Rig], mesh: LearnerMesh, tp: int
+) -> None:
+    made = rig(SourceSpec(SHAPE, mesh), ServerMesh(tp), shares=True)
+    for version, seed in enumerate([3, 4]):
+        made.learn(seed)
+        assert made.sync(version) == []
+        wanted = tiny.on_server(SHAPE, tp, tiny.weights(SHAPE, seed))
+        for model, tensors in zip(made.models, wanted, strict=True):
+            for name, tensor in tensors.items():
+                assert torch.equal(model.tensors[name], tensor), name
+    sizes = _files(made)
+    live = {name for name in sizes if "_live_" in name}
+    assert len(live) == mesh.size
+    assert max(size for name, size in sizes.items() if name not in live) < 64 << 10
+    assert min(sizes[name] for name in live) > 64 << 10
+
+
+def test_servers_of_two_kinds_read_the_same_memory(shared: Rig) -> None:
+    other = ServerKind(ServerMesh(1))
+    refs = [sender.stage(other, 1, "1.a") for sender in shared.senders]
+    assert all(ref is not None and ref.in_place for ref in refs)
+    assert len([name for name in _files(shared) if "_live_" in name]) == 2
+
+
+def test_parameters_that_are_about_to_change_are_refused(shared: Rig) -> None:
+    messages = shared.messages(2)
+    for sender in shared.senders:
+        sender.withdraw()
+    for ack in shared.receive(messages):
+        assert not ack.ok and "of another publish" in ack.error
+    assert shared.sync(3) == []
+
+
+def test_parameters_that_change_while_they_are_read_are_refused(
+    shared: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = ArenaInflow.fill
+
+    def late(inflow: ArenaInflow, *args: object) -> None:
+        fill(inflow, *args)  # type: ignore[arg-type]
+        for sender in shared.senders:
+            sender.withdraw()
+        shared.learn(9)
+
+    messages = shared.messages(2)
+    monkeypatch.setattr(ArenaInflow, "fill", late)
+    assert all("of another publish" in ack.error for ack in shared.receive(messages))
+
+
+def test_parameters_in_another_format_than_the_wire_are_staged(rig: Callable[..., Rig]) -> None:
+    made = rig(SourceSpec(SHAPE, LearnerMesh()), ServerMesh(1), "bf16", shares=True)
+    assert made.sync(1) == []
+    (ref,) = made.messages(2)[0].arenas.values()
+    assert not ref.in_place
+
+
+def test_one_parameter_outside_the_memory_has_all_staged(rig: Callable[..., Rig]) -> None:
+    made = rig(SourceSpec(SHAPE, LearnerMesh()), ServerMesh(1), shares=True)
+    name = "decoder.final_layernorm.weight"
+    made.learner[0][name] = made.learner[0][name].clone()
+    assert made.sync(1) == []
+    (ref,) = made.messages(2)[0].arenas.values()
+    assert not ref.in_place
+
+
+def test_memory_of_another_learner_is_refused(shared: Rig) -> None:
+    sender, memory = shared.senders[0], shared.memories[0]
+    assert memory is not None
+    kept = memory.ref
+    memory.ref = dataclasses.replace(kept, nonce="0" * 32)
+    sender._arenas.clear()
+    messages = shared.messages(2, generation=1)
+    memory.ref = kept
+    acks = shared.receive(messages)
+    assert all(not ack.ok and "stale or belongs to another run" in ack.error for ack in acks)
+
+
+def _arena(table: object) -> Arena:
+    text = json.dumps(table).encode()
+    arena = Arena(RUN, 0, 0, len(text), DIGEST)
+    arena.data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return arena
+
+
+@pytest.mark.parametrize("stretch", [[0, 128, 192], [0, 64, 0], [64, 128, 0]])
+def test_table_that_points_beyond_the_memory_or_elsewhere_is_refused(stretch: list[int]) -> None:
+    memory = live_memory(RUN, 0, 256)
+    arena = _arena([dataclasses.asdict(memory.ref), [stretch]])
+    reader = InPlaceReader(arena.ref, DIGEST)
+    with pytest.raises(WeightSyncError, match=r"nothing whole at bytes \[0, 128\) in the 256"):
+        reader.view(0, 128)
+    arena.close()
+    memory.close()
+
+
+def test_table_without_a_memory_is_refused() -> None:
+    arena = _arena([{}, []])
+    with pytest.raises(WeightSyncError, match="table cannot be read"):
+        InPlaceReader(arena.ref, DIGEST)
+    arena.close()
