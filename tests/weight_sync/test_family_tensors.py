@@ -86,6 +86,17 @@ def test_router_that_the_server_widens_must_hold_what_was_sent(rig: Callable[...
     assert not ack.ok and "did not come as torch.bfloat16" in ack.error
 
 
+def test_model_that_cannot_derive_its_weights_is_not_proved(rig: Callable[..., Rig]) -> None:
+    made = rig(SourceSpec(DEEPSEEK, LearnerMesh(), 8), ServerMesh())
+
+    def failing() -> None:
+        raise ValueError("AWQ dequantize function is not supported for the current device")
+
+    made.models[0].post_load_weights = failing  # type: ignore[method-assign]
+    (ack,) = made.receive(made.messages(1))
+    assert not ack.ok and "AWQ dequantize function is not supported" in ack.error
+
+
 def test_bfloat16_router_on_a_server_that_keeps_it_in_float32_is_refused(
     rig: Callable[..., Rig],
 ) -> None:
