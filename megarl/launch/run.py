@@ -46,6 +46,7 @@ SHUTDOWN_S = 10.0  # of a learner whose work is done
 CANCEL_S = 3.0  # for the loop to put its things away
 LOG_LINES = 15
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+ON_CPUS = "on CPUs servers release memory by name only; this shows the order, and frees nothing"
 CONTINUE = "the same command continues from the last checkpoint"
 
 
@@ -173,6 +174,8 @@ class _Run:
             )
             is_colocated = self._config.placement.mode == "colocated"
             if is_colocated:
+                if self._topology.device == "cpu":
+                    self._progress.note(f"placement.mode=colocated: {ON_CPUS}")
                 await self._servers_ready(servers)
                 await servers.hold_starts()
                 await servers.occupation.give(keep=FIRST_KEPT)
