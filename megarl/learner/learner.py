@@ -69,7 +69,7 @@ class Learner:
 
         mark("model")
         module = model.build_model(self.shape, config.learner, self.ranks, self.layout)
-        self.memory = shared_weights.share(config, module, self.ranks)
+        self.shared_memory = shared_weights.share(config, module, self.ranks)
         rank = self.ranks.rank
         self.weights = model.named_weights(module, self.shape, self.layout, rank)
         mark("checkpoint")
@@ -248,8 +248,8 @@ class Learner:
         """Remove what would outlive this process: shared memory of weights and their sync."""
         if self._weight_sync is not None:
             self._weight_sync.close()
-        if self.memory is not None:
-            self.memory.close()
+        if self.shared_memory is not None:
+            self.shared_memory.close()
 
     @property
     def _loss_weights(self) -> LossWeights:

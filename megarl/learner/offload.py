@@ -178,9 +178,9 @@ class HostStore:
         for storage in storages:
             if not storage.resizable():
                 raise LearnerError(
-                    f"offload: a storage of {storage.nbytes()} bytes cannot be given back: "
-                    "`tensor.numpy()` was called on a view of it, which fixes its size for good; "
-                    "use numpy.from_dlpack(tensor) there"
+                    f"offload: a storage of {storage.nbytes()} bytes cannot be given back: it is "
+                    "shared memory (set weight_sync.in_place = false), or `numpy()` was called on "
+                    "a view of it, which fixes its size for good (numpy.from_dlpack does not)"
                 )
             parked.append(_Parked(storage, end, storage.nbytes()))
             end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT

@@ -64,5 +64,5 @@ def build_weight_sync(learner: Learner) -> WeightSync:
         place=Place(node_name(os.environ), int(os.environ.get("LOCAL_RANK", "0"))),
         bucket_bytes=config.weight_sync.bucket_mib << 20,
         arenas=_arenas(config),
-        memory=learner.memory,
+        memory=learner.shared_memory,
     )

@@ -108,8 +108,8 @@ def in_shared_memory(plan: MinibatchPlan) -> dict[str, Any]:
         one.load(str(FOLDER / f"saved-{in_place}"))
         metrics.append(one.step(plan))
         runs.append((metrics, weights(one)))
-        if one.memory is not None:
-            low, size = one.memory.data.data_ptr(), one.memory.ref.num_bytes
+        if one.shared_memory is not None:
+            low, size = one.shared_memory.data.data_ptr(), one.shared_memory.ref.num_bytes
             buffers = one.policy.model.buffers
             tensors = [*one.weights.values(), *one.policy.model.module.parameters()]
             tensors += [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
@@ -117,9 +117,10 @@ def in_shared_memory(plan: MinibatchPlan) -> dict[str, Any]:
             seen["inside"] = all(
                 0 <= at <= size - tensor.nbytes for at, tensor in zip(starts, tensors, strict=True)
             )
-            path = Path("/dev/shm") / one.memory.ref.name
+            path = Path("/dev/shm") / one.shared_memory.ref.name
             seen["file"] = path.is_file()
-            seen["second"] = learner(True).memory is None  # the name is taken: it does without
+            again = learner(True)  # the name is taken: it does without
+            seen["second"] = again.shared_memory is None
         one.close()
     seen["closed"] = not path.exists()
     (metrics, first), (again, second) = runs
