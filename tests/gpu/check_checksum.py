@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -43,17 +44,20 @@ def run(machine: Machine) -> Outcome:
     if not is_there:
         outcome.missed.append("Triton is not installed: checksums are torch's")
     for name, dtype in DTYPES.items():
-        _check_equal(machine, dtype)
+        # One kernel for each kind of tile and type: all kinds for one type, some for others.
+        _check_equal(machine, dtype, BOXES if name == "bf16" else BOXES[1:7:2])
         outcome.figures[f"{name}_equal"] = True
     if not machine.dry:
         _measure(machine, outcome)
     return outcome
 
 
-def _check_equal(machine: Machine, dtype: torch.dtype) -> None:
+def _check_equal(
+    machine: Machine, dtype: torch.dtype, boxes: Sequence[tuple[tuple[int, ...], Box]]
+) -> None:
     here = [
         BoxValues(_bits(shape, dtype, i)[tuple(slice(*side) for side in box)], f"w{i}", shape, box)
-        for i, (shape, box) in enumerate(BOXES)
+        for i, (shape, box) in enumerate(boxes)
     ]
     there = []
     for each in here:
