@@ -101,7 +101,7 @@ def _redirect_torch() -> None:
 def _redirect_megatron() -> None:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -134,10 +134,39 @@ def _redirect_megatron() -> None:
 
     token_dispatcher.maybe_move_tensor_to_cpu = counts_on_cpu
 
+    _divide_unevenly(mappings)
+
     # Latent attention asks of a projection down whether it is this one, to have it whole.
     from megarl.compat.megatron_parts import WholeLinear
 
     multi_latent_attention.TELinear = WholeLinear
+
+
+def _divide_unevenly(mappings: Any) -> None:
+    """Have tokens of experts that are cut over ranks gathered and summed, whatever their numbers.
+
+    Gloo has neither all_gather nor reduce_scatter for parts of different sizes.
+    """
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_parts(part: Any, group: Any, sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather(part, group, sizes, *args, **kwargs)
+        padded = part.new_zeros(max(sizes), *part.shape[1:])
+        padded[: len(part)] = part
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([each[:size] for each, size in zip(parts, sizes, strict=True)])
+
+    def scatter_parts(whole: Any, group: Any, sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if sizes is None or group.size() == 1:
+            return scatter(whole, group, sizes, *args, **kwargs)
+        total = whole.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = scatter_parts
 
 
 def init_optimizer_state(optimizer: Any) -> None:

@@ -60,6 +60,8 @@ SLOW = {
         ("tp2-pp2-ep2", 1, {"tp": 2, "pp": 2, "ep": 2}),
         ("tp2-dp2-ep2", 2, {"tp": 2, "ep": 2}),
         ("tp2-dp2-ep4", 2, {"tp": 2, "ep": 4}),
+        ("tp2-etp2", 1, {"tp": 2, "etp": 2}),
+        ("tp2-dp2-ep2-etp2", 2, {"tp": 2, "ep": 2, "etp": 2}),
     )
     if f"{model}-{name}" not in CASES
 } | {"qwen3-pp2-uneven": Case("qwen3", parallel={"pp": 2, "first_stage_layers": 1})}

@@ -150,6 +150,9 @@ def _experts(shape: ModelShape) -> dict[str, object]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(moe.dense_layers),
         }
+    own: dict[str, object] = {"moe_layer_freq": 1, "ep_size": 1}
+    if shape.mla is None:  # GLM-4.5
+        own = {"use_qk_norm": shape.qk_norm, "partial_rotary_factor": shape.rotary_fraction}
     return {
         **common,
         "n_routed_experts": moe.num_experts,
@@ -160,12 +163,9 @@ def _experts(shape: ModelShape) -> dict[str, object]:
         "routed_scaling_factor": moe.scaling,
         "scoring_func": moe.scoring,
         "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-        "ep_size": 1,
         "attention_bias": shape.qkv_bias,
-        "use_qk_norm": shape.qk_norm,
-        "partial_rotary_factor": shape.rotary_fraction,
         "num_nextn_predict_layers": shape.num_mtp_layers,
+        **own,
     }
 
 
