@@ -55,7 +55,7 @@ class Bench:
 
     def _new_learner(self) -> Learner:
         places = [Place(node, rank) for rank, node in enumerate(self.setting.learner)]
-        return Learner(self.setting.mesh, places, LONG_S)
+        return Learner(self.setting.mesh, places, LONG_S, self.setting.shares)
 
     def _new_server(self, name: str, nodes: str) -> Server:
         return forked.Server(name, tuple(nodes))

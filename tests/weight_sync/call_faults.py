@@ -51,7 +51,7 @@ class Site:
         _send(self.server.ranks.processes, self.rank, number)
 
     def arenas(self) -> list[Path]:
-        """The learner's arenas, by name."""
+        """The learner's arenas, by name, and its parameters where they are shared."""
         return sorted(shared.FOLDER / name for name in self.learner.shared)
 
     def arena(self) -> Path | None:
@@ -140,7 +140,8 @@ def _header(at: int, text: bytes) -> Action:
 
 
 def _truncate(site: Site, body: dict[str, Any]) -> Answer | None:
-    if path := site.arena():
+    path = site.arena()
+    if path and "_live_" not in path.name:  # it would end the learner as well
         os.truncate(path, HEADER_BYTES + (path.stat().st_size - HEADER_BYTES) // 2)
     return None
 

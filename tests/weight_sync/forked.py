@@ -38,6 +38,7 @@ from megarl.weight_sync.places import Place, learner_devices, placement, server_
 from megarl.weight_sync.session import WeightSync
 from tests.weight_sync import fake_server, tiny
 from tests.weight_sync.faults import Fault, in_learner_rank, in_server_rank
+from tests.weight_sync.rig import moved
 from tests.weight_sync.tiny import SHAPE, FakeModel
 
 BUCKET_BYTES = 16 << 10
@@ -125,13 +126,18 @@ class Learner:
     """Learner ranks at `places`."""
 
     def __init__(
-        self, mesh: LearnerMesh, places: Sequence[Place], deadline_s: float = 30.0
+        self,
+        mesh: LearnerMesh,
+        places: Sequence[Place],
+        deadline_s: float = 30.0,
+        shares: bool = False,
     ) -> None:
+        """Where it `shares`, the ranks' parameters lie in shared memory."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self.mesh, self.places, self.limit_s = mesh, tuple(places), deadline_s
         self.ranks = Ranks(
-            _learner_rank, [(rank, port, mesh, self.places) for rank in range(len(places))]
+            _learner_rank, [(rank, port, mesh, self.places, shares) for rank in range(len(places))]
         )
         self.port = port
 
@@ -203,6 +209,7 @@ def _learner_rank(
     port: int,
     mesh: LearnerMesh,
     places: tuple[Place, ...],
+    shares: bool,
 ) -> None:
     world = len(places)
     dist.init_process_group(
@@ -214,9 +221,11 @@ def _learner_rank(
     )
     spec = SourceSpec(SHAPE, mesh)
     parameters = tiny.on_learner(spec, tiny.weights(SHAPE, 0))[rank]
+    memory = moved(run_id(os.getppid(), port), rank, parameters) if shares else None
     sync = WeightSync(
         run_id(os.getppid(), port), spec, rank, parameters, "fp32",
         group=dist.group.WORLD, cpu_servers=True, place=places[rank], bucket_bytes=BUCKET_BYTES,
+        memory=memory,
     )  # fmt: skip
     while True:
         name, *arguments = pipe.recv()
@@ -235,6 +244,8 @@ def _learner_rank(
             pipe.send({**census(), "keys": keys})
         else:
             sync.close()
+            if memory is not None:
+                memory.close()
             pipe.send(True)
 
 

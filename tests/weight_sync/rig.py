@@ -50,7 +50,7 @@ class Rig:
         self.run_id = f"test{os.getpid()}_{next(_RUNS)}"
         self.learner = tiny.on_learner(source, self.weights(0))
         self.memories = [
-            _moved(self.run_id, rank, parameters) if shares else None
+            moved(self.run_id, rank, parameters) if shares else None
             for rank, parameters in enumerate(self.learner)
         ]
         self.senders = [
@@ -129,7 +129,7 @@ class Rig:
                 memory.close()
 
 
-def _moved(run_id: str, rank: int, parameters: Tensors) -> Arena:
+def moved(run_id: str, rank: int, parameters: Tensors) -> Arena:
     """Put the parameters into shared memory, at places that no planner knows."""
     sizes = [(tensor.nbytes + 63) // 64 * 64 for tensor in parameters.values()]
     memory = live_memory(run_id, rank, sum(sizes))

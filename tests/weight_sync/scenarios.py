@@ -22,6 +22,7 @@ class Setting:
     mesh: LearnerMesh
     learner: str  # one letter a rank: its node
     servers: tuple[str, ...]
+    shares: bool = False  # the learner's parameters lie in shared memory
 
     @property
     def has_messages(self) -> bool:
@@ -42,6 +43,8 @@ SETTINGS: dict[str, Setting] = {
     "one learner rank beside": Setting(LearnerMesh(tp=2), "ab", ("bb",)),
     "replicas on two nodes": Setting(LearnerMesh(dp=2), "ab", ("bc", "a")),
     "one beside, one apart": Setting(LearnerMesh(tp=2), "aa", ("aa", "b")),
+    "in place": Setting(LearnerMesh(tp=2), "aa", ("aa", "a"), shares=True),
+    "in place and apart": Setting(LearnerMesh(pp=2), "aa", ("ab",), shares=True),
     "replicas beside": Setting(LearnerMesh(dp=2), "aa", ("aa",)),
 }
 

@@ -16,8 +16,9 @@ from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.inflow import ArenaInflow
 from megarl.weight_sync.places import ServerKind
+from megarl.weight_sync.receiver import Receiver
 from megarl.weight_sync.transport.in_place import InPlaceReader, live_memory
-from megarl.weight_sync.transport.shared import Arena
+from megarl.weight_sync.transport.shared import HEADER_BYTES, Arena
 from tests.weight_sync import tiny
 from tests.weight_sync.rig import Rig
 from tests.weight_sync.tiny import SHAPE
@@ -62,6 +63,26 @@ def test_servers_of_two_kinds_read_the_same_memory(shared: Rig) -> None:
     refs = [sender.stage(other, 1, "1.a") for sender in shared.senders]
     assert all(ref is not None and ref.in_place for ref in refs)
     assert len([name for name in _files(shared) if "_live_" in name]) == 2
+
+
+def test_table_that_was_overwritten_from_outside_is_made_anew(shared: Rig) -> None:
+    messages = shared.messages(2)
+    with (Path("/dev/shm") / messages[0].arenas[0].name).open("r+b") as file:
+        file.seek(HEADER_BYTES + 3)
+        file.write(b"\x00")
+    shared.receivers = [Receiver(lambda: None) for _ in range(2)]  # as after a server's restart
+    assert all("table cannot be read" in ack.error for ack in shared.receive(messages))
+    assert shared.sync(3) == []
+
+
+def test_parameters_whose_memory_was_removed_from_outside_are_staged(shared: Rig) -> None:
+    for path in Path("/dev/shm").glob(f"megarl_{shared.run_id}_live_*"):
+        path.unlink()
+    shared.receivers = [Receiver(lambda: None) for _ in range(2)]
+    shared.learn(6)
+    messages = shared.messages(3)
+    assert not any(ref.in_place for ref in messages[0].arenas.values())
+    assert shared.differences(shared.receive(messages)) == []
 
 
 def test_parameters_that_are_about_to_change_are_refused(shared: Rig) -> None:

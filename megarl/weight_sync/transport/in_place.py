@@ -43,7 +43,7 @@ class Stretch(NamedTuple):
 class InPlaceArena:
     """One arena made of `tensors`, by their offsets in it, which all lie in `memory`.
 
-    Raises WeightSyncError where one does not.
+    Raises WeightSyncError where one does not, or where readers would not find the memory any more.
     """
 
     is_lasting = True
@@ -59,8 +59,11 @@ class InPlaceArena:
         tensors: Mapping[int, torch.Tensor],
         digest: str,
     ) -> None:
+        if not memory.is_whole:
+            raise WeightSyncError(f"{memory.ref.name} was removed or changed from outside")
         stretches = [_stretch(memory, offset, tensor) for offset, tensor in sorted(tensors.items())]
         text = json.dumps([asdict(memory.ref), stretches]).encode()
+        self._text = text
         self._memory, self._header = memory, Arena(run_id, generation, rank, len(text), digest)
         self._header.data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         self.ref = replace(self._header.ref, in_place=True)
@@ -68,7 +71,8 @@ class InPlaceArena:
     @property
     def is_whole(self) -> bool:
         """Whether readers still find header and memory under their names, as they were made."""
-        return self._header.is_whole and self._memory.is_whole
+        is_same = bytes(self._header.data.numpy()) == self._text
+        return is_same and self._header.is_whole and self._memory.is_whole
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Nothing is written to it: its bytes are there already."""
