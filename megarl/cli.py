@@ -35,6 +35,8 @@ USAGE = """\
 megarl: reinforcement learning for language models; Megatron-Core learns, SGLang generates.
 
   megarl train CONFIG [--group.setting VALUE ...]    run, or continue, what CONFIG describes
+  megarl check sync CONFIG [--group.setting VALUE ...] [--dry]
+                                                     start the engines and check one weight sync
   megarl config CONFIG [--group.setting VALUE ...]   print every setting, resolved and checked
   megarl reshard explain CONFIG [--group.setting VALUE ...] [--tensor NAME] [--json]
                                                      how weights travel from learner to servers
@@ -55,6 +57,17 @@ megarl reshard explain CONFIG [--group.setting VALUE ...]   how weights travel, 
   --json                one JSON object instead of a page
 
 Needs no GPU, no engine and of actor.model only config.json. It plans more than a run can do yet.
+"""
+
+
+CHECK = """\
+megarl check sync CONFIG [--group.setting VALUE ...]   check one weight sync on the engines of a run
+
+Starts the servers and the learner, spoils the servers' weights, publishes the learner's, and
+compares: the sync's own proofs, SGLang's checksums of what it loaded itself, log-probs. Says in
+words what is wrong and where; the exit status is 1 then. The folder of the run is not touched.
+
+  --dry                 start nothing; print the plan, its bytes, and how servers will be treated
 """
 
 
@@ -102,6 +115,14 @@ def _dispatch(given: list[str]) -> int:
             raise ConfigError(
                 "megarl reshard takes explain and a TOML file first: megarl reshard explain CONFIG"
             )
+        case ["check", *rest] if not rest or "-h" in rest or "--help" in rest:
+            _print(CHECK)
+        case ["check", "sync", path, *rest] if not path.startswith("-"):
+            return _check_sync(path, rest)
+        case ["check", *_]:
+            raise ConfigError(
+                "megarl check takes sync and a TOML file first: megarl check sync CONFIG"
+            )
         case ["train" | "config" as command, *_]:
             raise ConfigError(
                 f"megarl {command} needs a TOML file first: megarl {command} CONFIG [--name value]"
@@ -112,7 +133,7 @@ def _dispatch(given: list[str]) -> int:
             _print(f"{_reference(_matching(name))}\n")
         case [command, *_]:
             raise ConfigError(
-                f"{command!r} is no command of megarl; use train, config, reshard or help"
+                f"{command!r} is no command of megarl; use train, config, check, reshard or help"
             )
     return 0
 
@@ -138,6 +159,19 @@ def _train(path: str, overrides: list[str]) -> int:
 
     config = _load(path, overrides)
     return run_training(config, Path(config.run.dir).absolute() / config.run.name)
+
+
+def _check_sync(path: str, arguments: list[str]) -> int:
+    from megarl.launch.check_sync import explain_sync, run_check_sync  # as for _train
+
+    overrides = [argument for argument in arguments if argument != "--dry"]
+    config = _load(path, overrides)
+    if len(overrides) == len(arguments):
+        status, text = run_check_sync(config)
+        _print(text)
+        return status
+    _print(explain_sync(config))
+    return 0
 
 
 def _explain(path: str, arguments: list[str]) -> str:

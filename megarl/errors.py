@@ -63,6 +63,10 @@ class WeightSyncError(MegarlError):
     """A policy version was not proved to have arrived; no server is routable at it."""
 
 
+class NoAnswerError(WeightSyncError):
+    """A server did not answer in time, or has ended: it is started anew rather than asked again."""
+
+
 class DeviceMemoryError(MegarlError):
     """Learner or servers keep device memory that they gave back before; names what it is of."""
 

@@ -197,12 +197,19 @@ class ServerEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class ServerSync:
-    """What one server proved about one version."""
+    """What one server proved about one version.
+
+    `is_lost`: it did not answer, or could not be stopped again, so that only a new start helps.
+    `probe_max_abs_logprob` is the largest difference of the log-prob probe in nats, where there is
+    one.
+    """
 
     server: str
     incarnation: int
     verified: bool
     error: str = ""
+    is_lost: bool = False
+    probe_max_abs_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ def check_settings(config: Config) -> list[Violation]:
         check_ranks,
         check_runnable,
         _lengths,
+        _probe,
         _transformer_fields,
         _prompts,
         _reward,
@@ -151,6 +152,22 @@ def _lengths(config: Config) -> Iterator[Violation]:
             f"raise it to {longest} or more, or lower the lengths",
             (*LENGTHS, "rollout.max_total_tokens"),
         )
+
+
+def _probe(config: Config) -> Iterator[Violation]:
+    """The probe of a weight sync is scored whole, with one token before those that are scored."""
+    num_tokens = config.weight_sync.probe_tokens + 1
+    limits = (
+        ("learner.max_tokens_per_microbatch", config.learner.max_tokens_per_microbatch),
+        ("rollout.max_total_tokens", config.rollout.max_total_tokens),
+    )
+    for name, limit in limits:
+        if limit and num_tokens > limit:
+            yield Violation(
+                f"weight_sync.probe_tokens = {num_tokens - 1} and the token before them exceed "
+                f"{name} = {limit}; lower it",
+                ("weight_sync.probe_tokens", name),
+            )
 
 
 def _transformer_fields(config: Config) -> Iterator[Violation]:

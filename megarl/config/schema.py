@@ -234,6 +234,17 @@ class WeightSyncConfig(Group):
     in_place: bool = True
     """On CPUs: keep the learner's weights in shared memory (/dev/shm), where servers of its node
     read them without a copy made for that. `false`: copy them there for every sync."""
+    pause: Literal["retract", "in_place", "abort"] = "retract"
+    """What becomes of requests that run on a server when it is synced; none gets a token meanwhile.
+    `retract`: they wait and go on, their KV cache computed anew with the new weights. `in_place`:
+    they go on with the KV cache of the old weights, which is not emptied; servers then share no
+    prefix between requests and do not overlap scheduling. `abort`: they end, and are asked again.
+    """
+    probe_tokens: NonNegative = 16
+    """Tokens that each server scores after a sync, and that must get the learner's log-probs
+    before the server is used: in the mean within `parity.max_mean_abs_logprob`, or where that is 0
+    within 1e-4 nats for fp32, 0.2 for bf16, 0.5 for float8 servers. 0 does without, and so does
+    `placement.mode` = `colocated`, where a server has no KV cache during a sync."""
 
 
 class CheckpointConfig(Group):

@@ -1,6 +1,6 @@
 """The parity gate: both sides score the same tokens with the same weights, and must agree.
 
-Owns the bound and the verdict. A server samples short responses; the learner scores them.
+Owns the comparison and the verdict. A server samples short responses; the learner scores them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from megarl.config.bounds import mean_difference_bound
 from megarl.config.schema import Config
 from megarl.controller.colocated import Turn
 from megarl.errors import ParityError
@@ -16,18 +17,7 @@ from megarl.rollout.collect import Collector
 from megarl.types import Prompt, ServerEndpoint
 
 log = logging.getLogger(__name__)
-FP32_BOUND = 1e-4  # nats, mean; two fp32 engines were seen to differ by 2e-7 to 8e-6
-LEAST_BF16_BOUND = 0.05  # nats, mean; 1e-2 to 3e-2 was seen between correct bf16 engines
 MAX_NEW_TOKENS = 16
-
-
-def bound(config: Config, baseline: float | None) -> float:
-    """The largest mean difference allowed, in nats; `baseline` is what equal weights showed."""
-    if config.parity.max_mean_abs_logprob > 0:
-        return config.parity.max_mean_abs_logprob
-    if config.learner.precision.params == "fp32":
-        return FP32_BOUND
-    return max(LEAST_BF16_BOUND, 2 * (baseline or 0.0))
 
 
 def verdict(mean: float, allowed: float, baseline: float | None) -> str:
@@ -64,7 +54,7 @@ async def mean_difference(
 
 def check(config: Config, mean: float, baseline: float | None, when: str) -> None:
     """Raise ParityError where `mean` is above the bound, with the verdict."""
-    allowed = bound(config, baseline)
+    allowed = mean_difference_bound(config, baseline)
     log.info("parity when=%s mean_abs_logprob=%.2e bound=%.0e", when, mean, allowed)
     if not mean <= allowed:  # also where it is not a number
         raise ParityError(

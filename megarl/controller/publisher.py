@@ -51,8 +51,9 @@ class Publisher:
     async def publish(self, version: int) -> dict[str, float | int]:
         """Send `version` to every living server and make those routable that proved it.
 
-        One that refused twice is started anew, and rejoins. Raises WeightSyncError where none
-        proved the first version of all: what has never worked is not mended by restarts.
+        One that refused twice, or did not answer once, is started anew, and rejoins. Raises
+        WeightSyncError where none proved the first version of all: what has never worked is not
+        mended by restarts.
         """
         async with self._lock:
             report = await self._publish(version, self._servers.endpoints())
@@ -66,12 +67,15 @@ class Publisher:
             )
         self._has_worked = self._has_worked or proved > 0
         lost = {"weight_sync/quantization_error": report.quantization_error}
+        probes = [s.probe_max_abs_logprob for s in report.servers]
+        differences = [found for found in probes if found is not None]
         return {
             "weight_sync/bytes": report.moved_bytes,
             "weight_sync/minimum_bytes": report.minimum_bytes,
             "weight_sync/network_bytes": report.network_bytes,
             "weight_sync/verified_servers": proved,
             **(lost if report.quantization_error else {}),
+            **({"weight_sync/probe_max_abs_logprob": max(differences)} if differences else {}),
         }
 
     async def rejoin(self, endpoint: ServerEndpoint) -> None:
@@ -89,21 +93,24 @@ class Publisher:
         )
 
     async def _publish(self, version: int, endpoints: list[ServerEndpoint]) -> SyncReport:
-        report = await self._learner.publish(version, endpoints)
-        self._servers.mark_verified(report)
+        report = await self._publish_once(version, endpoints)
         for _ in range(ATTEMPTS - 1):
-            refused = {server.server for server in report.servers if not server.verified}
-            if not refused:
-                return report
             self._refused(report)
-            again = await self._learner.publish(
-                version, [endpoint for endpoint in endpoints if endpoint.name in refused]
-            )
-            self._servers.mark_verified(again)
-            report = merged(report, again)
+            refused = {s.server for s in report.servers if not s.verified and not s.is_lost}
+            if not refused:
+                break
+            tried = [endpoint for endpoint in endpoints if endpoint.name in refused]
+            report = merged(report, await self._publish_once(version, tried))
         for server in report.servers:
             if not server.verified:
                 self._servers.restart(server.server, server.incarnation)
+        return report
+
+    async def _publish_once(self, version: int, endpoints: list[ServerEndpoint]) -> SyncReport:
+        """One attempt. Until its report, and where there is none, no server of it is routable."""
+        self._servers.hold(endpoints)
+        report = await self._learner.publish(version, endpoints)
+        self._servers.mark_verified(report)
         return report
 
     def _refused(self, report: SyncReport) -> None:

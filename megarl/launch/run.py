@@ -15,14 +15,15 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 from megarl.config.record import environment_record
 from megarl.config.schema import Config
 from megarl.controller.colocated import FIRST_KEPT
-from megarl.controller.training import Inputs, finished_version, load_inputs, train
+from megarl.controller.training import finished_version, load_inputs, train
 from megarl.errors import LaunchError, LearnerError
 from megarl.launch.cleanup import sweep_run
 from megarl.launch.folder import RunFolder, open_run_folder, write_environment
@@ -39,6 +40,9 @@ from megarl.reward.base import Scorer
 from megarl.rollout.servers import ServerPool
 
 log = logging.getLogger(__name__)
+
+Work = Callable[[LearnerClient, ServerPool], Coroutine[Any, Any, None]]
+"""What is done on engines that are up."""
 
 POLL_S = 0.1
 ACCOUNT_S = 10.0  # from the learner's silence to the end of its launcher, which says why
@@ -70,7 +74,12 @@ def run_training(config: Config, run_dir: Path) -> int:
                 )
                 return 0
             write_environment(run_dir, environment_record(config))
-            return asyncio.run(_Run(config, folder, topology, inputs).run())
+            reward = Scorer(config)
+
+            async def work(learner: LearnerClient, servers: ServerPool) -> None:
+                await train(config, run_dir, inputs, reward, learner, servers)
+
+            return asyncio.run(EngineRun(config, folder, topology, work, before=reward).run())
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except OSError as error:
@@ -93,18 +102,25 @@ def logging_to(path: Path) -> None:
     logger.handlers = [to_file, to_stderr]
 
 
-class _Run:
-    """One start of a run."""
+class EngineRun:
+    """One start of both engines, for `work` on them. `before` is entered before any of them starts,
+    and left at the end: what is wrong with a reward costs no start of engines.
+    """
 
     def __init__(
-        self, config: Config, folder: RunFolder, topology: Topology, inputs: Inputs
+        self,
+        config: Config,
+        folder: RunFolder,
+        topology: Topology,
+        work: Work,
+        before: AbstractAsyncContextManager[object] | None = None,
     ) -> None:
         steps = SlurmSteps() if topology.kind == "slurm" else LocalSteps()
         self._progress = Progress(config.loop.versions)
         self._config = config
         self._folder = folder
         self._topology = topology
-        self._inputs = inputs
+        self._use, self._before = work, before or contextlib.nullcontext()
         self._launcher = Launcher(config, folder.path, topology, steps, folder.run_ids)
         self._signum = 0
 
@@ -143,12 +159,11 @@ class _Run:
             loop.add_signal_handler(signum, received, signum)
 
     async def _work(self) -> None:
-        """Make the scorer, then train: what is wrong with a reward costs no start of engines."""
-        async with Scorer(self._config) as reward:
-            await self._train(reward)
+        async with self._before:
+            await self._engines()
 
-    async def _train(self, reward: Scorer) -> None:
-        """Start both engines, run the loop on them, end them.
+    async def _engines(self) -> None:
+        """Start both engines, work on them, end them.
 
         They start side by side; colocated servers start first, as SGLang sizes its KV cache by the
         memory that it finds, and give what they can before the learner takes its own.
@@ -188,8 +203,7 @@ class _Run:
             async with LearnerClient(
                 facts["url"], facts["api_key"], self._config.deadline, failure_file
             ) as learner:
-                loop = train(self._config, run_dir, self._inputs, reward, learner, servers)
-                await self._while_alive(process, loop)
+                await self._while_alive(process, self._use(learner, servers))
                 await learner.shutdown()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), SHUTDOWN_S)

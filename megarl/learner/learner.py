@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -166,9 +167,12 @@ class Learner:
         return metrics
 
     def logprobs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+        self,
+        sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+        temperature: float | None = None,
     ) -> list[list[float]]:
-        """Log-probs of the responses of (prompt, response) pairs, at the sampling temperature.
+        """Log-probs of the responses of (prompt, response) pairs, at the sampling temperature
+        unless one is given.
 
         Returned on every rank. Raises ShapeError where a sequence is longer than
         `learner.max_tokens_per_microbatch` or has no prompt.
@@ -188,8 +192,11 @@ class Learner:
             starts.append(starts[-1] + len(response))
         found = torch.zeros(starts[-1], dtype=torch.float32, device=self.ranks.device)
         scored = []
+        policy = (
+            self.policy if temperature is None else replace(self.policy, temperature=temperature)
+        )
         if microbatches:
-            scored = self._passes.forward_logprobs(self.policy, microbatches, length)
+            scored = self._passes.forward_logprobs(policy, microbatches, length)
         if self.ranks.reports:
             for microbatch, (logp_T, _) in zip(microbatches, scored, strict=True):
                 for segment in microbatch.segments:
@@ -198,6 +205,12 @@ class Learner:
         dist.all_reduce(found)
         values = found.tolist()
         return [values[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+
+    def probe_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Log-probs of all of `tokens` but the first, at temperature 1, in the middle of a sync."""
+        (found,) = self.logprobs([(tokens[:1], tokens[1:])], temperature=1.0)
+        self._mark("weight sync")
+        return tuple(found)
 
     def publish(self, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport:
         """Send the weights as policy `version` to `servers`; the report counts on rank 0 only."""

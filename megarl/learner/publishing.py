@@ -6,12 +6,14 @@ Owns nothing but that translation. How weights travel and are proved is `weight_
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megarl.config.bounds import probe_bound
 from megarl.config.layouts import learner_forms, learner_pipeline
 from megarl.config.server_arguments import server_mesh
 from megarl.learner.addresses import listen_address
@@ -19,6 +21,7 @@ from megarl.learner.shared_weights import run_id
 from megarl.nodes import node_name
 from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.places import Place
+from megarl.weight_sync.probe import Probe, probe_tokens
 from megarl.weight_sync.session import WeightSync
 from megarl.weight_sync.transport.arenas import Policy
 
@@ -65,4 +68,24 @@ def build_weight_sync(learner: Learner) -> WeightSync:
         bucket_bytes=config.weight_sync.bucket_mib << 20,
         arenas=_arenas(config),
         memory=learner.shared_memory,
+        pause=config.weight_sync.pause,
+        probe=probe_of(learner),
     )
+
+
+def probe_of(learner: Learner) -> Callable[[], Probe] | None:
+    """What scores the run's probe tokens with the live weights, collectively; None without any.
+
+    There is none either where servers have given back their KV cache when they are synced.
+    """
+    config = learner.config
+    tokens = probe_tokens(
+        config.weight_sync.probe_tokens, learner.shape.vocab_size, config.run.seed
+    )
+    if not tokens or config.placement.mode == "colocated":
+        return None
+
+    def score() -> Probe:
+        return Probe(tokens, learner.probe_logprobs(tokens), probe_bound(config))
+
+    return score

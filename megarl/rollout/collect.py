@@ -182,10 +182,7 @@ class Collector:
                 try:
                     return _at_version(await self._ask(endpoint, request), request)
                 except LateError as error:
-                    if await self._pool.answers(endpoint):
-                        raise RolloutError(str(error)) from error
-                    log.warning("server hangs, restarted server=%s why=%s", endpoint.name, error)
-                    self._pool.restart(endpoint.name, endpoint.incarnation)
+                    await self._late(endpoint, error)
                 except ServerGoneError as error:
                     log.warning("group issued again group=%s why=%s", request.group_id, error)
                     key = (endpoint.name, endpoint.incarnation)
@@ -198,14 +195,33 @@ class Collector:
                     self._pool.report_trouble(endpoint, error)
             await asyncio.sleep(RETRY_S)
 
+    async def _late(self, endpoint: ServerEndpoint, error: LateError) -> None:
+        """After a late group: an error where its server works, a restart where that hangs.
+
+        A server that a sync holds, or has left paused, is neither: the group is issued again.
+        """
+        answers = await self._pool.answers(endpoint)
+        if not self._pool.is_routable(endpoint):
+            log.warning("group held by a paused server server=%s why=%s", endpoint.name, error)
+        elif answers:
+            raise RolloutError(str(error)) from error
+        else:
+            log.warning("server hangs, restarted server=%s why=%s", endpoint.name, error)
+            self._pool.restart(endpoint.name, endpoint.incarnation)
+
     async def _ask(self, server: ServerEndpoint, request: _Request) -> tuple[Completion, ...]:
-        return await self._client.generate(
+        """The completions from this server, all of whose tokens are of versions that it proved."""
+        ids = _request_ids(request)
+        completions = await self._client.generate(
             server,
             request.prompt.prompt_ids,
-            _request_ids(request),
+            ids,
             request.sampling,
             self._config.deadline.generate_s,
         )
+        await self._pool.settled(server)  # a response can end before the report of the sync is in
+        self._pool.versions.check(server, completions, ids)
+        return completions
 
     def _sample(self, request: _Request, index: int, completion: Completion) -> Sample:
         sample = Sample(

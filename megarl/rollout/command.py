@@ -71,6 +71,10 @@ def server_command(config: Config, place: ServerPlace, device: Device) -> Server
         switches.append("--sleep-on-idle")  # else the idle scheduler takes a whole core
     elif config.placement.mode == "colocated":
         switches.append("--enable-memory-saver")  # without it nothing is freed on a release
+    if config.weight_sync.pause == "in_place":
+        # KV cache of older weights stays with its request; with overlap, a token that was sampled
+        # before the pause would be counted after it, under the label of the new weights.
+        switches += ["--disable-radix-cache", "--disable-overlap-schedule"]
     own = [word for flag, value in values.items() for word in (flag, str(value))]
     python = config.launch.rollout_python or sys.executable
     return ServerCommand(

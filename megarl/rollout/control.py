@@ -77,6 +77,21 @@ async def abort(
     )
 
 
+async def checksums(
+    http: aiohttp.ClientSession, endpoint: ServerEndpoint
+) -> list[Mapping[str, str]]:
+    """For each rank, SGLang's own checksum of every tensor by its name. Raises RolloutError."""
+    path, body = "/weights_checker", {"action": "checksum"}
+    reply = await _call(http, "POST", endpoint, path, endpoint.admin_key, body)
+    return [dict(rank["checksums"]) for rank in reply["ranks"]]
+
+
+async def spoil_weights(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> None:
+    """Have the server fill its weights with random numbers. Raises RolloutError."""
+    path, body = "/weights_checker", {"action": "reset_tensors"}
+    await _call(http, "POST", endpoint, path, endpoint.admin_key, body)
+
+
 async def flush_cache(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> None:
     """Wait until the server is idle, at most IDLE_S, and empty its prefix cache.
 

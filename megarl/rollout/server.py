@@ -21,7 +21,7 @@ from megarl.rollout import control, ports
 from megarl.rollout.command import Device, ServerPlace, server_command
 from megarl.types import ServerEndpoint
 
-State = Literal["starting", "unsynced", "routable", "dead"]
+State = Literal["starting", "unsynced", "syncing", "routable", "dead"]
 PORT_TRIES = 3  # a port found free can be taken before the server binds it
 PORT_RELEASE_S = 10.0  # how long the port of a server that was killed may stay taken
 PORT_LOST = "address already in use"  # EADDRINUSE, as asyncio words it in the server's log
@@ -75,7 +75,7 @@ class Server:
     @property
     def is_alive(self) -> bool:
         """Whether it can be asked for anything."""
-        return self.state in ("unsynced", "routable")
+        return self.state in ("unsynced", "syncing", "routable")
 
     def become(self, state: State, version: int = -1, refusal: str = "") -> None:
         """Change state; what the former state carried is forgotten."""

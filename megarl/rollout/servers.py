@@ -4,7 +4,9 @@ proved.
 Owns the choice of the least loaded server and what follows a death. How weights reach a server is
 the weight sync's; knows nothing of prompts or rewards. A server's states:
 
-    starting -> unsynced -> routable (at one version) -> dead -> starting (incarnation + 1) ...
+    starting -> unsynced -> syncing -> routable (at one version) -> dead -> starting again ...
+
+A server whose sync was refused is unsynced again, and paused; only another sync makes it routable.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from megarl.linux import tree_rss_bytes
 from megarl.rollout import control
 from megarl.rollout.command import Device
 from megarl.rollout.occupation import Occupation
+from megarl.rollout.proved import ProvedVersions
 from megarl.rollout.server import Server, Spawn, Starter, State, described, log_end, url_port
 from megarl.types import ServerEndpoint, SyncReport
 
@@ -56,6 +59,7 @@ class ServerPool:
     ) -> None:
         self.on_restart = on_restart
         self.occupation = Occupation(self)
+        self.versions = ProvedVersions()
         self._config = config
         self._run_dir = run_dir
         self._spawn = spawn
@@ -129,6 +133,16 @@ class ServerPool:
         """How often servers were started again in this run."""
         return sum(server.num_restarts for server in self._servers)
 
+    def hold(self, endpoints: Sequence[ServerEndpoint]) -> None:
+        """Take servers out of routing before a newer version is written into them.
+
+        They stay out until `mark_verified`, whatever else is found out about them meanwhile.
+        """
+        for endpoint in endpoints:
+            server = self._named(endpoint.name)
+            if server.endpoint == endpoint and server.is_alive:
+                server.become("syncing")
+
     def mark_verified(self, report: SyncReport) -> None:
         """Make those of the report's servers routable that proved its version, and the others not.
 
@@ -139,6 +153,7 @@ class ServerPool:
             if result.incarnation != server.endpoint.incarnation or not server.is_alive:
                 continue
             if result.verified:
+                self.versions.prove(server.endpoint, report.version)
                 server.become("routable", report.version)
             else:
                 server.become("unsynced", refusal=result.error or "no reason given")
@@ -238,6 +253,28 @@ class ServerPool:
             return False
         return True
 
+    async def settled(self, endpoint: ServerEndpoint) -> None:
+        """Wait until a sync that is under way on this server has been decided.
+
+        Raises RolloutError where that takes longer than two attempts may.
+        """
+        server = self._named(endpoint.name)
+        limit_s = 2 * (self._config.deadline.sync_s + SUSPECT_S)
+        try:
+            async with asyncio.timeout(limit_s), self._changed:
+                await self._changed.wait_for(
+                    lambda: server.endpoint != endpoint or server.state != "syncing"
+                )
+        except TimeoutError:
+            raise RolloutError(
+                f"the weight sync of {server.name} was not decided within {limit_s:g} s"
+            ) from None
+
+    def is_routable(self, endpoint: ServerEndpoint) -> bool:
+        """Whether requests may be sent to this very process now."""
+        server = self._named(endpoint.name)
+        return server.endpoint == endpoint and server.state == "routable"
+
     def _named(self, name: str) -> Server:
         return next(server for server in self._servers if server.name == name)
 
@@ -247,17 +284,24 @@ class ServerPool:
         return [s for s in self._servers if s.state == "routable" and s.version == version]
 
     async def _resolve_doubt(self, server: Server) -> None:
-        """Route to it again once it answers; kill it where it does not. `_watch` sees its end."""
+        """Route to it again once it answers; kill it where it does not. `_watch` sees its end.
+
+        A sync that began meanwhile decides instead: a server that is being written, or was refused,
+        is paused and does not answer.
+        """
         endpoint = server.endpoint
         try:
-            if not await self.answers(endpoint):
-                self.restart(server.name, endpoint.incarnation)
+            answered = await self.answers(endpoint)
         finally:
             version = self._in_doubt.pop(endpoint)
             await self._notify()
-        if server.endpoint == endpoint and server.state == "unsynced" and not server.refusal:
+        if server.endpoint != endpoint or server.state != "unsynced" or server.refusal:
+            return
+        if answered:
             server.become("routable", version)
             await self._notify()
+        else:
+            self.restart(server.name, endpoint.incarnation)
 
     async def _watch(self, server: Server) -> None:
         """Start `server` again whenever it ends, until it has no restart left."""

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from megarl.errors import WeightSyncError, in_words
+from megarl.errors import NoAnswerError, WeightSyncError, in_words
 
 _POLL_S = 0.002
 _REASONS_S = 3.0  # for others to say why, once one has refused and the verdict is known
@@ -81,8 +81,8 @@ class AckBoard:
 
         Where one refuses, the others are not waited for but for a moment: one that has ended says
         nothing.
-        `until` is a time of `time.monotonic`. Raises WeightSyncError where it passes, naming those
-        that are missing, and where an acknowledgement is not of this sync.
+        `until` is a time of `time.monotonic`. Raises NoAnswerError where it passes, naming those
+        that are missing, and WeightSyncError where an acknowledgement is not of this sync.
         """
         acks: dict[str, Ack] = {}
         refused_until = math.inf
@@ -101,7 +101,7 @@ class AckBoard:
                 refusals = "; ".join(f"{w}: {a.error}" for w, a in acks.items() if not a.ok)
                 raise WeightSyncError(f"refused by {refusals}; nothing was heard from {missing}")
             if time.monotonic() > until:
-                raise WeightSyncError(
+                raise NoAnswerError(
                     f"no acknowledgement from {missing} within the deadline; see the logs of "
                     "those processes, or raise deadline.sync_s"
                 )

@@ -1,27 +1,33 @@
 """One publish to one server: the calls to SGLang in order, its acknowledgements, the verdict.
 
-Owns the protocol. Knows nothing of learner ranks or of how bytes travel. Nothing that a server
-does or leaves undone raises here or waits past the deadline: it becomes the error of that server's
-result.
+Owns the order of a sync. Knows nothing of learner ranks or of how bytes travel. Nothing that a
+server does or leaves undone raises out of `publish_to` or waits past the deadline: it becomes the
+error of that server's result.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from megarl.errors import WeightSyncError, in_words
+from megarl.errors import NoAnswerError, WeightSyncError, in_words
 from megarl.reshard.layout import Piece
 from megarl.types import ServerEndpoint, ServerSync
 from megarl.weight_sync import coverage
 from megarl.weight_sync.acks import Ack, AckBoard
 from megarl.weight_sync.control import LOAD_FORMAT, ControlMessage, encode
 from megarl.weight_sync.parcels import server_member
-from megarl.weight_sync.server_calls import SHORTEST_S, ServerCalls
+from megarl.weight_sync.probe import Probe, largest_difference
+from megarl.weight_sync.server_calls import CLOSING_S, SHORTEST_S, PauseMode, ServerCalls
 
 MARGIN_S = 5.0  # at most: ranks stop waiting for each other so long before the server is given up
+
+Written = TypeVar("Written")
+GetProbe = Callable[[float], Probe | None]
+"""The learner's probe, awaited until a time of `time.monotonic`; None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +38,73 @@ class Evidence:
     wanted: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the publish to one server ended.
+
+    `is_reading` says that a rank may still read the arenas: it was asked to, and has not answered.
+    `moved_bytes` are those that its ranks say they took, `network_bytes` those that learner ranks
+    say they sent it by network.
+    """
+
+    result: ServerSync
+    is_reading: bool = True
+    moved_bytes: int = 0
+    network_bytes: int = 0
+
+
 def transfer_until(until: float) -> float:
     """When ranks stop waiting for each other, so that what they say still arrives by `until`."""
     left = max(0.0, until - time.monotonic())
     return time.monotonic() + left - min(MARGIN_S, left / 4)
+
+
+def hand_over(
+    calls: ServerCalls,
+    version: int,
+    pause: PauseMode,
+    write: Callable[[], Written],
+    get_probe: Callable[[], Probe | None],
+) -> tuple[Written, float | None]:
+    """The order of one sync of one server, whatever `write` does between opening and closing it.
+
+    Pause, open, write (and prove what was written), close, label, resume, probe. Returns what
+    `write` did and the largest difference of the probe, None without one. Raises what went wrong
+    first; the server is then left paused, and under no label that was committed for these weights:
+    one that fails before the label keeps its old one, and one that fails after it loses its running
+    requests, which may have tokens of the new weights.
+    """
+    calls.pause(pause)
+    calls.begin()
+    try:
+        written = write()
+    except Exception:
+        with suppress(WeightSyncError):  # the first error is the one to tell
+            calls.end()
+        raise
+    calls.end()
+    calls.set_version(str(version))  # before the resume, so that no token has the old label
+    try:
+        calls.resume()
+        probe = get_probe()
+        if probe is None:
+            return written, None
+        return written, largest_difference(probe, calls.score(probe.token_ids))
+    except Exception as error:
+        _take_back(calls, version, error)
+        raise
+
+
+def _take_back(calls: ServerCalls, version: int, why: Exception) -> None:
+    """Stop a server that was resumed too early: its requests end, and its label names no version.
+
+    Raises NoAnswerError where that fails too: such a server can only be started anew.
+    """
+    try:
+        calls.pause("abort", at_least_s=CLOSING_S)
+        calls.set_version(f"{version}-refused", at_least_s=CLOSING_S)
+    except WeightSyncError as worse:
+        raise NoAnswerError(f"{in_words(why)}; nor could it be paused again: {worse}") from why
 
 
 def publish_to(
@@ -45,50 +114,53 @@ def publish_to(
     board: AckBoard,
     until: float,
     senders: Mapping[str, str],
-) -> tuple[ServerSync, bool, int, int]:
+    pause: PauseMode = "retract",
+    get_probe: GetProbe = lambda until: None,
+) -> Outcome:
     """Bring one server to the messages' version and see whether it got there.
 
     `messages` has one entry for each TP rank in order; `senders` are the keys under which learner
-    ranks say how their own messages to it went. Also returns whether a rank may still be reading
-    the arenas (it was asked to, and has not answered), the bytes that its ranks say they took, and
-    those that learner ranks say they sent by network. `until` is a time of `time.monotonic`.
+    ranks say how their own messages to it went. `until` is a time of `time.monotonic`.
     """
     calls = ServerCalls(server, until)
     ranks = {server_member(message.tp_rank): message.ack_key for message in messages}
+    keys = {**ranks, **senders}
     reading = False
     board.put(messages[0].busy_key, server.name)
+
+    def write() -> dict[str, Ack]:
+        nonlocal reading
+        reading = True
+        acks = _transfer(calls, messages, board, keys, until, flush=pause != "in_place")
+        reading = False
+        _judge(acks, len(messages), evidence)
+        return acks
+
     try:
-        calls.begin()
-        try:
-            reading = True
-            acks = _transfer(calls, messages, board, {**ranks, **senders}, until)
-            reading = False
-            _judge(acks, len(messages), evidence)
-        except Exception:
-            with suppress(WeightSyncError):  # the first error is the one to tell
-                calls.end()
-            raise
-        calls.end()
-        calls.set_version(str(messages[0].version))
-        sent = sum(acks[who].moved_bytes.get("network", 0) for who in senders)
-        taken = sum(sum(acks[who].moved_bytes.values()) for who in ranks)
-        return ServerSync(server.name, server.incarnation, True), reading, taken, sent
+        acks, difference = hand_over(
+            calls, messages[0].version, pause, write, lambda: get_probe(until)
+        )
     except Exception as error:  # noqa: BLE001 - one bad server does not spoil the others
         text = f"{server.name}: {in_words(error)}"
         if senders:
-            _give_up(board, messages[0], text)
-            refused = _refusals(board.said({**ranks, **senders}))
+            board.put(messages[0].call.refusal_key, text)  # nobody waits for this server any more
+            refused = _refusals(board.said(keys))
             if refused and coverage.describe(refused) not in text:
                 text = f"{text} ({coverage.describe(refused)})"
-        return ServerSync(server.name, server.incarnation, False, text), reading, 0, 0
+        is_lost = isinstance(error, NoAnswerError)
+        return Outcome(
+            ServerSync(server.name, server.incarnation, False, text, is_lost=is_lost), reading
+        )
     finally:
         calls.close()
         board.forget([messages[0].busy_key])
-
-
-def _give_up(board: AckBoard, message: ControlMessage, why: str) -> None:
-    """Have nobody wait for this server any more: neither learner ranks nor its other ranks."""
-    board.put(message.call.refusal_key, why)
+    result = ServerSync(server.name, server.incarnation, True, probe_max_abs_logprob=difference)
+    return Outcome(
+        result,
+        reading,
+        moved_bytes=sum(sum(acks[who].moved_bytes.values()) for who in ranks),
+        network_bytes=sum(acks[who].moved_bytes.get("network", 0) for who in senders),
+    )
 
 
 def _transfer(
@@ -97,6 +169,7 @@ def _transfer(
     board: AckBoard,
     keys: Mapping[str, str],
     until: float,
+    flush: bool,
 ) -> dict[str, Ack]:
     """Have the ranks copy and sum; what they say counts, never the answer to the request."""
     wait_s = max(SHORTEST_S, transfer_until(until) - time.monotonic())
@@ -106,7 +179,7 @@ def _transfer(
                 encode(replace(message, wait_s=wait_s)) for message in messages
             ],
             "load_format": LOAD_FORMAT,
-            "flush_cache": True,  # where requests are in the way, the answer is 400
+            "flush_cache": flush,
         }
     )
     return board.wait(keys, messages[0].token, until)

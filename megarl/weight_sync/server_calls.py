@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import requests
 
-from megarl.errors import WeightSyncError
+from megarl.errors import NoAnswerError, WeightSyncError
 from megarl.types import ServerEndpoint
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ PauseMode = Literal["retract", "in_place", "abort"]
 
 SELECTOR = "target"  # a draft model is not the policy
 SHORTEST_S = 0.05
+ANSWER_S = 60.0  # for calls that move no weights: a scheduler answers between two forward passes
 CLOSING_S = 5.0  # for leaving a server as it must be left after the deadline has passed
 ALREADY_OPEN = "already open"  # SGLang's word for a session that a dead sender has left
 
@@ -32,7 +33,7 @@ class ServerCalls:
     """HTTP calls to one server, each bounded by what is left until `until`, a time of
     `time.monotonic`.
 
-    Every call raises WeightSyncError for an answer other than 200, and for none in time.
+    Every call raises WeightSyncError for an answer other than 200, NoAnswerError for none in time.
     """
 
     def __init__(self, server: ServerEndpoint, until: float) -> None:
@@ -49,22 +50,23 @@ class ServerCalls:
 
         A paused server may be paused again. "abort" waits until the last request has ended.
         """
-        self.post("/pause_generation", {"mode": mode}, at_least_s)
+        at_most_s = math.inf if mode == "abort" else ANSWER_S
+        self.post("/pause_generation", {"mode": mode}, at_least_s, at_most_s)
 
     def resume(self) -> None:
         """Give tokens again: first to requests that a pause held, then to those that waited."""
-        self.post("/continue_generation", {})
+        self.post("/continue_generation", {}, at_most_s=ANSWER_S)
 
     def begin(self) -> None:
         """Open an update session; one that an earlier sender left open is ended first."""
         try:
-            self.post("/begin_weight_update", {"selector": SELECTOR})
+            self.post("/begin_weight_update", {"selector": SELECTOR}, at_most_s=ANSWER_S)
         except WeightSyncError as error:
             if ALREADY_OPEN not in str(error):
                 raise
             log.warning("abandoned update session ended server=%s", self._server.name)
             self.end()
-            self.post("/begin_weight_update", {"selector": SELECTOR})
+            self.post("/begin_weight_update", {"selector": SELECTOR}, at_most_s=ANSWER_S)
 
     def update(self, body: Mapping[str, Any]) -> None:
         """One update from tensors, of the policy alone. What the answer says is no proof of it."""
@@ -76,7 +78,8 @@ class ServerCalls:
 
     def set_version(self, label: str, at_least_s: float = 0.0) -> None:
         """Name the weights. Tokens sampled from now on carry `label`, also in running requests."""
-        self.post("/update_weight_version", {"new_version": label}, at_least_s)
+        body = {"new_version": label, "abort_all_requests": False}  # SGLang's default ends them
+        self.post("/update_weight_version", body, at_least_s, ANSWER_S)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of `token_ids[1:]`, each after the tokens before it, at temperature 1, in nats.
@@ -107,9 +110,17 @@ class ServerCalls:
                 )
         return [float(logprob) for logprob, _ in pairs[1:]]
 
-    def post(self, route: str, body: Mapping[str, Any], at_least_s: float = 0.0) -> str:
+    def post(
+        self,
+        route: str,
+        body: Mapping[str, Any],
+        at_least_s: float = 0.0,
+        at_most_s: float = math.inf,
+    ) -> str:
         """The answer's text, of any other route that the admin key opens."""
-        return self._call("POST", route, body, is_admin=True, at_least_s=at_least_s)
+        return self._call(
+            "POST", route, body, is_admin=True, at_least_s=at_least_s, at_most_s=at_most_s
+        )
 
     def close(self) -> None:
         """Drop the connection."""
@@ -123,8 +134,9 @@ class ServerCalls:
         *,
         is_admin: bool,
         at_least_s: float = 0.0,
+        at_most_s: float = math.inf,
     ) -> str:
-        left = max(self._until - time.monotonic(), at_least_s)
+        left = min(max(self._until - time.monotonic(), at_least_s), at_most_s)
         if left < SHORTEST_S:
             raise WeightSyncError(f"the deadline passed before {route}; raise deadline.sync_s")
         key = self._server.admin_key if is_admin else ""
@@ -135,12 +147,12 @@ class ServerCalls:
                 method, f"{self._server.url}{route}", json=body, headers=headers, timeout=left
             )
         except requests.Timeout as error:
-            raise WeightSyncError(
-                f"{route} did not answer within {left:.1f} s; see that server's log, or raise "
-                "deadline.sync_s"
+            remedy = "" if left == at_most_s else ", or raise deadline.sync_s"
+            raise NoAnswerError(
+                f"{route} did not answer within {left:.1f} s; see that server's log{remedy}"
             ) from error
         except requests.RequestException as error:
-            raise WeightSyncError(
+            raise NoAnswerError(
                 f"{route}: no answer, the server has ended or is unreachable ({error})"
             ) from error
         if answer.status_code != requests.codes.ok:

@@ -11,9 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -31,11 +29,14 @@ from megarl.weight_sync.control import (
     sent_key,
     stamp,
 )
-from megarl.weight_sync.exchange import Evidence, publish_to, transfer_until
+from megarl.weight_sync.exchange import Evidence, Outcome, publish_to, transfer_until
+from megarl.weight_sync.order import Order, Staged, Target
 from megarl.weight_sync.parcels import learner_member, senders
 from megarl.weight_sync.places import Place, ServerKind, learner_devices, server_devices
+from megarl.weight_sync.probe import PendingProbe, Probe
 from megarl.weight_sync.quantized import by_layer
 from megarl.weight_sync.sender import Sender
+from megarl.weight_sync.server_calls import PauseMode
 from megarl.weight_sync.together import from_all, from_first
 from megarl.weight_sync.transport.arenas import Policy
 from megarl.weight_sync.transport.meeting import Call
@@ -43,51 +44,18 @@ from megarl.weight_sync.transport.shared import Arena, ArenaRef
 
 log = logging.getLogger(__name__)
 
-Part = TypeVar("Part")
-
 _GRACE_S = 12.0  # past the deadline, for ending sessions; then a server counts as not answering
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """One server of a publish, as every learner rank knows it."""
+class _Driving:
+    """Threads that publish, one to each server, and what each has come to. `lost` is what was lost
+    in quantization, by layer."""
 
-    server: str
-    incarnation: int
-    kind: ServerKind
-    token: str
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What rank 0 tells the others: what to stage for each kind of server, and whom to send to."""
-
-    version: int
-    attempt: str
-    generations: tuple[tuple[ServerKind, int], ...]
-    targets: tuple[Target, ...]
-    store: tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """What one learner rank has to say after staging. An `error` is for all ranks to raise."""
-
-    rank: int
-    error: str = ""
-    sums: Mapping[str, int] = field(default_factory=dict)
-    arenas: Mapping[ServerKind, ArenaRef] = field(default_factory=dict)
-    lost: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # to float8, by weight
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """How one server's publish ended."""
-
-    result: ServerSync
-    is_reading: bool = True
-    moved_bytes: int = 0
-    network_bytes: int = 0
+    threads: tuple[threading.Thread, ...]
+    outcomes: dict[int, Outcome]
+    probe: PendingProbe
+    lost: Mapping[str, float]
 
 
 class WeightSync:
@@ -101,7 +69,9 @@ class WeightSync:
     of other nodes are sent messages of at most `bucket_bytes`; None where all is on one node.
     `server_mesh` says what SGLang's arguments do to the servers' layout, beside the sizes that each
     server says of itself. `arenas` says what becomes of a GPU's memory for staging after each
-    publish. Making one is collective over the group.
+    publish. `pause` is what becomes of requests that are running when a server is synced. `probe`
+    computes on all ranks together what a server must score once it has the weights; None: no probe.
+    Making one is collective over the group.
     """
 
     def __init__(
@@ -121,12 +91,14 @@ class WeightSync:
         bucket_bytes: int = 64 << 20,
         arenas: Policy = "kept",
         memory: Arena | None = None,
+        pause: PauseMode = "retract",
+        probe: Callable[[], Probe] | None = None,
     ) -> None:
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._group, self._deadline_s = group, deadline_s
         self._server_mesh = replace(server_mesh or ServerMesh(), cpu=cpu_servers)
-        self._bucket_bytes = bucket_bytes
-        self._places = self._gather(place or Place("", rank))
+        self._bucket_bytes, self._pause, self._probe = bucket_bytes, pause, probe
+        self._places = from_all(group, place or Place("", rank))
         self._devices = learner_devices(self._places)
         self.sender = Sender(
             run_id, source, rank, parameters, dtype, self._devices, bucket_bytes, arenas, memory
@@ -148,16 +120,19 @@ class WeightSync:
         first = self._rank == 0
         if self._board is not None:
             self._board.clear()  # of the publish before; nobody writes for this one before staging
-        order = self._broadcast(self._order(version, servers) if first else None)
+        order = from_first(self._group, self._order(version, servers) if first else None)
         if not isinstance(order, Order):
             raise WeightSyncError(f"version {version} was not staged: {order}")
-        staged = self._gather(self._stage(order))
+        staged = from_all(self._group, self._stage(order))
         errors = [part.error for part in staged if part.error]
         if errors:
             raise WeightSyncError(f"version {version} was not staged: " + "; ".join(errors))
         until = start + self._deadline_s
         sending = self._start_sending(order, until)
-        report = self._broadcast(self._deliver(order, servers, staged, until) if first else None)
+        driving = self._start_driving(order, servers, staged, until) if first else None
+        self._settle_probe(order, driving)  # on all ranks together, while servers take the weights
+        mine = self._deliver(order, servers, driving, until) if driving else None
+        report = from_first(self._group, mine)
         for server, thread in sending.items():
             thread.join(max(0.0, until + _GRACE_S - time.monotonic()))
             if thread.is_alive():  # should it go on, it must find nothing of the next sync
@@ -248,17 +223,68 @@ class WeightSync:
         except (MegarlError, RuntimeError) as error:  # rank 0 names who has not said anything
             log.warning("word not given rank=%d server=%s %s", self._rank, target.server, error)
 
-    def _deliver(
+    def _settle_probe(self, order: Order, driving: _Driving | None) -> None:
+        """Score the probe on all ranks and give it to those who publish.
+
+        Its errors are raised on all ranks with the report. Raises WeightSyncError where a rank has
+        ended.
+        """
+        probe, wrong = None, "the learner's ranks did not score the probe together"
+        try:
+            if self._probe is not None and order.targets:
+                probe, mine = self._scored(self._probe)
+                wrong = "; ".join(text for text in from_all(self._group, mine) if text)
+            else:
+                wrong = ""
+        finally:
+            if driving is not None:
+                driving.probe.settle(probe, wrong)
+
+    def _scored(self, score: Callable[[], Probe]) -> tuple[Probe | None, str]:
+        """The probe, or why this rank has none."""
+        try:
+            return score(), ""
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's word
+            return None, f"learner rank {self._rank} could not score the probe: {in_words(error)}"
+
+    def _start_driving(
         self,
         order: Order,
         servers: Sequence[ServerEndpoint],
         staged: Sequence[Staged],
         until: float,
+    ) -> _Driving:
+        """Publish to all servers at the same time; each thread ends soon after `until`."""
+        wanted: dict[str, int] = {}
+        for part in staged:
+            for tensor, total in part.sums.items():
+                wanted[tensor] = add([wanted.get(tensor, 0), total])
+        outcomes: dict[int, Outcome] = {}
+        probe = PendingProbe()
+
+        def run(index: int, server: ServerEndpoint) -> None:
+            target = order.targets[index]
+            outcomes[index] = self._drive_one(server, order, target, staged, wanted, until, probe)
+
+        threads = tuple(
+            threading.Thread(
+                target=run, args=(index, server), name=f"weight-sync-{server.name}", daemon=True
+            )
+            for index, server in enumerate(servers)
+        )
+        for thread in threads:
+            thread.start()
+        return _Driving(threads, outcomes, probe, by_layer(part.lost for part in staged))
+
+    def _deliver(
+        self, order: Order, servers: Sequence[ServerEndpoint], driving: _Driving, until: float
     ) -> SyncReport | str:
         """Rank 0's part, up to the report. Raises nothing, as the other ranks wait for it."""
+        for thread in driving.threads:
+            thread.join(max(0.0, until + _GRACE_S - time.monotonic()))
         try:
-            outcomes = self._drive(order, servers, staged, until)
-            report = self._report(order, outcomes, by_layer(part.lost for part in staged))
+            outcomes = self._outcomes(order, servers, driving)
+            report = self._report(order, outcomes, driving.lost)
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the broadcast
             return in_words(error)
         log.info(
@@ -269,39 +295,17 @@ class WeightSync:
             report.moved_bytes,
             report.network_bytes,
         )
-        return report
+        return driving.probe.error or report
 
-    def _drive(
-        self,
-        order: Order,
-        servers: Sequence[ServerEndpoint],
-        staged: Sequence[Staged],
-        until: float,
-    ) -> list[_Outcome]:
-        """All servers at the same time, each in a thread that ends by itself soon after `until`."""
-        wanted: dict[str, int] = {}
-        for part in staged:
-            for tensor, total in part.sums.items():
-                wanted[tensor] = add([wanted.get(tensor, 0), total])
-        outcomes: dict[int, _Outcome] = {}
-        threads = []
-        for index, server in enumerate(servers):
-            work = partial(self._drive_one, server, order, order.targets[index], staged, wanted)
-
-            def run(index: int = index, work: Callable[[float], _Outcome] = work) -> None:
-                outcomes[index] = work(until)
-
-            thread = threading.Thread(target=run, name=f"weight-sync-{server.name}", daemon=True)
-            thread.start()
-            threads.append(thread)
-        for thread in threads:
-            thread.join(max(0.0, until + _GRACE_S - time.monotonic()))
+    def _outcomes(
+        self, order: Order, servers: Sequence[ServerEndpoint], driving: _Driving
+    ) -> list[Outcome]:
+        """How each server's publish ended; those that have not are lost."""
         finished = []
         for index, server in enumerate(servers):
-            late = ServerSync(
-                server.name, server.incarnation, False, f"{server.name}: no answer in time"
-            )
-            outcome = outcomes.get(index, _Outcome(late))
+            text = f"{server.name}: no answer in time"
+            late = ServerSync(server.name, server.incarnation, False, text, is_lost=True)
+            outcome = driving.outcomes.get(index, Outcome(late))
             if outcome.is_reading:
                 self._reading.add(order.targets[index].kind)
             finished.append(outcome)
@@ -315,7 +319,8 @@ class WeightSync:
         staged: Sequence[Staged],
         wanted: Mapping[str, int],
         until: float,
-    ) -> _Outcome:
+        probe: PendingProbe,
+    ) -> Outcome:
         assert self._board is not None
         kind = target.kind
         arenas = {part.rank: part.arenas[kind] for part in staged if kind in part.arenas}
@@ -324,7 +329,9 @@ class WeightSync:
         at = (order.version, order.attempt, target.server, target.incarnation)
         keys = {learner_member(rank): sent_key(*at, rank) for rank in senders(route.plan)}
         evidence = Evidence(route.pieces, wanted)
-        return _Outcome(*publish_to(server, messages, evidence, self._board, until, keys))
+        return publish_to(
+            server, messages, evidence, self._board, until, keys, self._pause, probe.wait
+        )
 
     def _messages(
         self, order: Order, target: Target, arenas: Mapping[int, ArenaRef]
@@ -354,7 +361,7 @@ class WeightSync:
         ]
 
     def _report(
-        self, order: Order, outcomes: Sequence[_Outcome], lost: Mapping[str, float]
+        self, order: Order, outcomes: Sequence[Outcome], lost: Mapping[str, float]
     ) -> SyncReport:
         """Bytes over all servers: what they took, what they hold, what was sent by network."""
         width = self.sender.wire.policy.itemsize
@@ -367,11 +374,3 @@ class WeightSync:
             log.info("weights quantized layer=%s relative_error=%.2e", layer, error)
         worst = max(lost.values(), default=0.0)
         return SyncReport(order.version, results, moved, minimum, 0.0, sent, worst)
-
-    def _broadcast(self, value: object) -> object:
-        """Rank 0's value, on every rank."""
-        return from_first(self._group, value)
-
-    def _gather(self, mine: Part) -> list[Part]:
-        """What every rank has to say, on every rank."""
-        return from_all(self._group, mine)

@@ -1,11 +1,11 @@
-"""The parity gate's bound and verdict."""
+"""The parity gate's verdict."""
 
 import math
 
 import pytest
 
 from megarl.config.schema import Config
-from megarl.controller.parity import FP32_BOUND, bound, check
+from megarl.controller.parity import check
 from megarl.errors import ParityError
 
 
@@ -13,19 +13,6 @@ def config(params: str = "fp32", **parity: float) -> Config:
     return Config.model_validate(
         {"actor": {"model": "m"}, "learner": {"precision": {"params": params}}, "parity": parity}
     )
-
-
-def test_fp32_has_its_own_bound_whatever_the_baseline() -> None:
-    assert bound(config(), None) == bound(config(), 1.0) == FP32_BOUND
-
-
-def test_bf16_is_bounded_by_twice_what_equal_weights_showed() -> None:
-    assert bound(config("bf16"), 0.04) == 0.08
-    assert bound(config("bf16"), 0.001) == 0.05
-
-
-def test_setting_overrides_the_bound() -> None:
-    assert bound(config(max_mean_abs_logprob=0.3), None) == 0.3
 
 
 def test_difference_after_a_sync_of_equal_engines_is_blamed_on_the_layout() -> None:

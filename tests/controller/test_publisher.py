@@ -22,10 +22,11 @@ from megarl.types import ServerEndpoint, ServerSync, SyncReport
 
 
 class Learner:
-    """Refuses a server as often as `refusals` says; remembers what was asked."""
+    """Refuses a server as often as `refusals` says; remembers what was asked. Those in `lost` do
+    not answer."""
 
-    def __init__(self, **refusals: int) -> None:
-        self.refusals = refusals
+    def __init__(self, lost: Sequence[str] = (), **refusals: int) -> None:
+        self.refusals, self.lost = refusals, lost
         self.published: list[tuple[int, list[str]]] = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
@@ -38,7 +39,18 @@ class Learner:
             refused = self.refusals.get(server.name, 0) > 0
             self.refusals[server.name] = self.refusals.get(server.name, 0) - 1
             error = "checksums differ" if refused else ""
-            results.append(ServerSync(server.name, server.incarnation, not refused, error))
+            if server.name in self.lost:
+                refused, error = True, "no answer in time"
+            results.append(
+                ServerSync(
+                    server.name,
+                    server.incarnation,
+                    not refused,
+                    error,
+                    is_lost=server.name in self.lost,
+                    probe_max_abs_logprob=None if refused else version * 1e-6,
+                )
+            )
         return SyncReport(version, tuple(results), 100 * len(servers), 100 * len(servers), 0.1)
 
 
@@ -49,10 +61,14 @@ class Servers:
         self.alive = [ServerEndpoint(name, f"http://{name}", 1, 0) for name in names]
         self.verified: list[tuple[str, int]] = []
         self.restarted: list[str] = []
+        self.held: list[list[str]] = []
         self.on_restart: Callable[[ServerEndpoint], Awaitable[None]] | None = None
 
     def endpoints(self) -> list[ServerEndpoint]:
         return list(self.alive)
+
+    def hold(self, endpoints: Sequence[ServerEndpoint]) -> None:
+        self.held.append([endpoint.name for endpoint in endpoints])
 
     def mark_verified(self, report: SyncReport) -> None:
         self.verified += [(s.server, report.version) for s in report.servers if s.verified]
@@ -79,6 +95,7 @@ def test_all_servers_get_the_version_in_one_call(tmp_path: Path) -> None:
     assert servers.verified == [("a", 3), ("b", 3)]
     assert metrics["weight_sync/bytes"] == metrics["weight_sync/minimum_bytes"] == 200
     assert metrics["weight_sync/verified_servers"] == 2
+    assert metrics["weight_sync/probe_max_abs_logprob"] == pytest.approx(3e-6)
 
 
 def test_server_that_refused_once_is_tried_again_alone(tmp_path: Path) -> None:
@@ -97,6 +114,30 @@ def test_server_that_refuses_twice_is_started_anew_and_the_run_goes_on(tmp_path:
     assert servers.restarted == ["b"]
     assert servers.verified == [("a", 3)]
     assert metrics["weight_sync/verified_servers"] == 1
+
+
+def test_server_that_does_not_answer_is_started_anew_at_once(tmp_path: Path) -> None:
+    learner, servers = Learner(lost=["b"], c=1), Servers("a", "b", "c")
+    metrics = asyncio.run(publisher(learner, servers, tmp_path).publish(3))
+    assert learner.published == [(3, ["a", "b", "c"]), (3, ["c"])]
+    assert servers.restarted == ["b"]
+    assert servers.verified == [("a", 3), ("c", 3)]
+    assert metrics["weight_sync/verified_servers"] == 2
+
+
+def test_servers_are_out_of_routing_before_each_attempt_is_written(tmp_path: Path) -> None:
+    learner, servers = Learner(b=1), Servers("a", "b")
+
+    async def play() -> None:
+        learner.may_answer.clear()
+        publishing = asyncio.create_task(publisher(learner, servers, tmp_path).publish(3))
+        await asyncio.wait({publishing}, timeout=0.05)
+        assert servers.held == [["a", "b"]] and not learner.published
+        learner.may_answer.set()
+        await publishing
+
+    asyncio.run(play())
+    assert servers.held == [["a", "b"], ["b"]]
 
 
 def test_only_server_that_fails_later_is_started_anew_and_the_run_goes_on(tmp_path: Path) -> None:

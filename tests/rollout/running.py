@@ -129,7 +129,7 @@ class FakeServer:
     def __init__(self, fleet: Fleet, name: str, port: int, env: Mapping[str, str]) -> None:
         self.fleet, self.name, self.port = fleet, name, port
         self.api_key, self.admin_key = env[API_KEY_VARIABLE], env[ADMIN_KEY_VARIABLE]
-        self.version = 0
+        self.version: int | str = 0
         self.pid = 0
         self.requests: list[Body] = []
         self.aborted: list[str] = []

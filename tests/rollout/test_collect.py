@@ -14,10 +14,12 @@ from aiohttp import web
 from megarl.buffer.groupfile import read_group
 from megarl.errors import ConfigError, RolloutError
 from megarl.rollout import servers as servers_module
+from megarl.rollout.client import NO_VERSION
 from megarl.rollout.collect import Collector
 from megarl.rollout.servers import ServerPool
 from megarl.types import Group
 from tests.rollout.running import (
+    Answer,
     Body,
     FakeServer,
     Fleet,
@@ -118,10 +120,116 @@ async def test_tokens_of_another_version_are_refused_naming_the_sample(tmp_path:
         ]
         return web.json_response(reply)
 
-    async with collecting(tmp_path) as (collector, _, fleet):
+    async with collecting(tmp_path) as (collector, pool, fleet):
+        pool.mark_verified(verified(pool.endpoints(), 1))
+        pool.mark_verified(verified(pool.endpoints(), 0))  # both are proved; only one is asked for
         fleet.answers.append(mixed)
         with pytest.raises(RolloutError, match=r"v000000-0000-02: sampled from .*\[0, 1\]"):
             await collected(collector, 1)
+
+
+def labelled(label: str) -> Answer:
+    """An answer whose last sample ends with a token of another label."""
+
+    async def answer(server: FakeServer, body: Body) -> web.StreamResponse:
+        reply = good_reply(server, body)
+        reply[-1]["meta_info"]["weight_versions"] = [
+            {"version": "0", "start": 0, "end": 2},
+            {"version": label, "start": 2, "end": 3},
+        ]
+        return web.json_response(reply)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [("7", "version 7, which that"), ("default", "the weights it was started with, which that")],
+)
+async def test_token_of_a_version_that_its_server_never_proved_is_an_error_naming_all(
+    tmp_path: Path, label: str, words: str
+) -> None:
+    async with collecting(tmp_path) as (collector, _, fleet):
+        fleet.answers.append(labelled(label))
+        where = r"v000000-0000-03\.\w+ from server-0, incarnation 0: tokens 2 to 3"
+        with pytest.raises(RolloutError, match=rf"{where} were sampled from {words}.*\[0\]"):
+            await collected(collector, 1)
+
+
+async def test_version_that_another_server_proved_is_not_enough(tmp_path: Path) -> None:
+    async with collecting(tmp_path, rollout={"servers": 2}) as (collector, pool, fleet):
+        pool.mark_verified(verified(pool.endpoints()[1:], 1))
+        fleet.answers.append(labelled("1"))  # by the first server, the only one at version 0
+        with pytest.raises(RolloutError, match="from server-0.*never proved"):
+            await collected(collector, 1)
+
+
+async def test_version_that_an_earlier_incarnation_proved_is_not_enough(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, pool, fleet):
+        pool.mark_verified(verified(pool.endpoints(), 1))
+
+        async def hook(endpoint: Any) -> None:
+            pool.mark_verified(verified([endpoint], 0))
+
+        pool.on_restart = hook
+        pool.restart("server-0")
+        fleet.answers.append(labelled("1"))
+        with pytest.raises(RolloutError, match=r"incarnation 1: .*version 1.*proved: \[0\]"):
+            await collected(collector, 1)
+
+
+async def test_start_weights_may_be_scored_until_a_version_is_proved(tmp_path: Path) -> None:
+    config = make_config()
+    fleet = Fleet()
+    pool = ServerPool(config, tmp_path, fleet.spawn, "cpu")
+    await pool.start()
+    collector = Collector(config, pool, tmp_path, NumberVocabulary())
+    try:
+        fleet.servers[0].version = "default"
+        (server,) = pool.endpoints()
+        (sample,) = await collector.probe(server, make_prompts(1), 4)
+        assert sample.oldest_version == NO_VERSION
+        pool.mark_verified(verified([server], 0))
+        with pytest.raises(RolloutError, match="the weights it was started with"):
+            await collector.probe(server, make_prompts(1), 4)
+    finally:
+        await collector.close()
+        await pool.aclose()
+
+
+async def test_response_that_ends_before_the_report_of_its_sync_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    async with collecting(tmp_path) as (collector, pool, fleet):
+        (server,) = pool.endpoints()
+        pool.hold([server])
+        fleet.servers[0].version = 1
+        asked = asyncio.create_task(collector.probe(server, make_prompts(1), 4))
+        await asyncio.wait({asked}, timeout=0.3)
+        assert not asked.done() and fleet.servers[0].requests
+        pool.mark_verified(verified([server], 1))
+        assert (await asked)[0].oldest_version == 1
+
+
+async def test_group_held_by_a_paused_server_is_issued_again_once_that_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "SUSPECT_S", 0.2)
+
+    async def paused(server: FakeServer, body: Body) -> web.StreamResponse:
+        pool.hold(pool.endpoints())
+        server.is_healthy = False  # a paused server does not answer when it is asked for health
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    async with collecting(tmp_path, deadline={"generate_s": 0.3}) as (collector, pool, fleet):
+        fleet.answers.append(paused)
+        asked = asyncio.create_task(collected(collector, 1))
+        await asyncio.wait({asked}, timeout=1.5)
+        assert not asked.done()
+        pool.mark_verified(verified(pool.endpoints(), 0))
+        assert len(await asked) == 1
+        assert pool.num_restarts == 0
 
 
 async def test_failure_of_one_group_aborts_the_others(tmp_path: Path) -> None:

@@ -185,6 +185,48 @@ async def test_refusal_while_in_doubt_is_not_forgotten(tmp_path: Path) -> None:
             await acquired(pool, 0, within_s=0.5)
 
 
+async def test_doubt_that_ends_while_a_newer_version_is_written_does_not_route(
+    tmp_path: Path,
+) -> None:
+    async with fake_pool(tmp_path, make_config()) as (pool, fleet):
+        fleet.servers[0].is_healthy = False
+        pool.report_trouble(pool.endpoints()[0], RuntimeError("reset"))
+        pool.hold(pool.endpoints())
+        fleet.servers[0].is_healthy = True
+        for version in (0, 1):
+            with pytest.raises(TimeoutError):
+                await acquired(pool, version, within_s=0.5)
+        pool.mark_verified(verified(pool.endpoints(), 1))
+        assert (await acquired(pool, 1)).incarnation == 0
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_server_that_a_sync_has_paused_is_not_killed_for_its_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    monkeypatch.setattr(servers_module, "SUSPECT_S", 0.2)
+    async with fake_pool(tmp_path, make_config()) as (pool, fleet):
+        fleet.servers[0].is_healthy = False
+        pool.report_trouble(pool.endpoints()[0], RuntimeError("reset"))
+        pool.hold(pool.endpoints())
+        if is_refused:
+            pool.mark_verified(refusal(pool.endpoints()[0], 1))
+        await asyncio.sleep(0.5)
+        assert pool.num_restarts == 0 and len(fleet.servers) == 1
+
+
+async def test_held_server_is_in_no_version_until_its_report(tmp_path: Path) -> None:
+    async with fake_pool(tmp_path, make_config()) as (pool, _):
+        (server,) = pool.endpoints()
+        pool.hold([server])
+        assert not pool.is_routable(server)
+        with pytest.raises(TimeoutError):
+            await acquired(pool, 0, within_s=0.2)
+        assert pool.endpoints() == [server]  # alive, so that the next publish reaches it
+        pool.mark_verified(verified([server], 1))
+        assert pool.is_routable(server)
+
+
 async def test_doubt_that_outlasts_a_sync_ends_at_the_newer_version(tmp_path: Path) -> None:
     async with fake_pool(tmp_path, make_config()) as (pool, fleet):
         fleet.servers[0].is_healthy = False

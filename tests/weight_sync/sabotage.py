@@ -73,7 +73,18 @@ def without_derived(model: torch.nn.Module, named: Named) -> None:
         receiver.load(model, named)
 
 
+def turn_rotary(model: torch.nn.Module, named: Named) -> None:
+    """Does as it should, and turns the sign of every cosine of the rotary cache, which is no
+    parameter: no checksum sees it. The second time, it is as it was."""
+    receiver.load(model, named)
+    caches = {id(b): b for name, b in model.named_buffers() if name.endswith("cos_sin_cache")}
+    assert caches, "the model has no rotary cache"
+    for cache in caches.values():
+        cache[:, : cache.shape[1] // 2].neg_()
+
+
 LOADERS = [
-    f"{__name__}.{f.__name__}" for f in (skip_one, swap_two, nothing, stall, without_derived)
+    f"{__name__}.{f.__name__}"
+    for f in (skip_one, swap_two, nothing, stall, without_derived, turn_rotary)
 ]
-WITHOUT_DERIVED = LOADERS[-1]
+WITHOUT_DERIVED, TURN_ROTARY = LOADERS[-2:]

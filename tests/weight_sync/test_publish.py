@@ -11,37 +11,31 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import requests
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from megarl.reshard.mesh import LearnerMesh
-from megarl.types import ServerEndpoint, ServerSync, SyncReport
+from megarl.types import ServerEndpoint, ServerSync
 from megarl.weight_sync import exchange, server_calls
-from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.sender import Sender
-from megarl.weight_sync.session import WeightSync
+from megarl.weight_sync.server_calls import PauseMode
 from megarl.weight_sync.transport.shared import Arena, ArenaRef
 from tests.weight_sync import sabotage, tiny
 from tests.weight_sync.learner_ranks import LearnerRanks
+from tests.weight_sync.published import (
+    BOUND,
+    PROMPT,
+    Learner,
+    Running,
+    Site,
+    assert_refused,
+    assert_serves,
+)
 from tests.weight_sync.servers import RealServer, make_model
 from tests.weight_sync.tiny import SHAPE
-
-PROMPT = [7, 33, 120, 299, 4, 4, 51]
-BOUND = 1e-4  # nats, fp32
-
-
-@dataclass
-class Site:
-    """The two servers and a Hugging Face model beside them."""
-
-    tp1: RealServer
-    tp2: RealServer
-    oracle: PreTrainedModel
 
 
 @pytest.fixture(scope="module")
@@ -68,55 +62,11 @@ def ranks() -> Iterator[LearnerRanks]:
     made.close()
 
 
-class Learner:
-    """A learner of one rank in this process, whose weights are replaced in place."""
-
-    def __init__(self, dtype: str = "fp32", deadline_s: float = 60.0) -> None:
-        self.spec = SourceSpec(SHAPE, LearnerMesh())
-        self.parameters = tiny.on_learner(self.spec, tiny.weights(SHAPE, 0))[0]
-        run_id = f"publish{os.getpid()}_{id(self)}"
-        self.sync = WeightSync(
-            run_id, self.spec, 0, self.parameters, dtype, cpu_servers=True, deadline_s=deadline_s
-        )
-        self.version = 0
-
-    def publish(self, seed: int, *servers: RealServer | ServerEndpoint) -> SyncReport:
-        """Learn the weights of `seed` and publish them as the next version."""
-        for name, tensor in tiny.on_learner(self.spec, tiny.weights(SHAPE, seed))[0].items():
-            self.parameters[name].copy_(tensor)
-        self.version += 1
-        endpoints = [s.endpoint if isinstance(s, RealServer) else s for s in servers]
-        report = self.sync.publish(self.version, endpoints)
-        assert report is not None
-        return report
-
-
 @pytest.fixture
 def learner() -> Iterator[Learner]:
     made = Learner()
     yield made
     made.sync.close()
-
-
-def assert_serves(site: Site, server: RealServer, seed: int, version: int) -> None:
-    """The server's bytes, its log-probs and its label are those of `seed` and `version`."""
-    tensors = tiny.weights(SHAPE, seed)
-    wanted = tiny.on_server(SHAPE, server.endpoint.tp, tensors)
-    for found, mine in zip(server.checksums(), wanted, strict=True):
-        assert found == {name: tiny.sha256(tensor) for name, tensor in mine.items()}
-    tokens, logprobs, label = server.sample(PROMPT)
-    assert label == server.version() == str(version)
-    site.oracle.load_state_dict(tensors)
-    with torch.no_grad():
-        logits = site.oracle(torch.tensor([PROMPT + tokens])).logits[0].float()
-    scored = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
-    expected = scored[torch.arange(len(tokens)), torch.tensor(tokens)]
-    assert (expected - torch.tensor(logprobs)).abs().max() < BOUND
-
-
-def assert_refused(report: SyncReport, reason: str) -> None:
-    assert [server.verified for server in report.servers] == [False]
-    assert reason in report.servers[0].error
 
 
 def test_two_publishes_in_a_row_arrive_bit_by_bit_and_are_served(
@@ -236,7 +186,6 @@ def test_sabotaged_publish_is_refused_and_the_next_one_repairs(
         sabotaged(patch)
         assert_refused(learner.publish(4, site.tp1), reason)
     assert site.tp1.version() == served
-    site.tp1.call("/health")
     assert learner.publish(4, site.tp1).servers[0].verified
     assert_serves(site, site.tp1, 4, learner.version)
 
@@ -245,6 +194,7 @@ def test_publish_in_another_number_format_is_refused_and_changes_nothing(site: S
     good, other = Learner(), Learner("bf16")
     assert good.publish(5, site.tp1).servers[0].verified
     assert_refused(other.publish(6, site.tp1), "torch.float32 on the server")
+    site.tp1.call("/continue_generation", {})  # a refused server stays paused
     assert_serves(site, site.tp1, 5, good.version)
     for made in (good, other):
         made.sync.close()
@@ -294,6 +244,75 @@ def test_hanging_server_is_given_up_at_the_deadline_and_repaired_later(
     assert_serves(site, site.tp1, 22, learner.version)
     entries = [path.name for path in Path("/dev/shm").glob(f"megarl_publish{os.getpid()}_*")]
     assert len(entries) == 1 and "_g1_" in entries[0]  # the one still being read was not reused
+    learner.sync.close()
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
+def test_requests_in_flight_keep_to_the_version_that_each_token_names(
+    site: Site, pause: PauseMode
+) -> None:
+    old, new, total = 60, 61, 100
+    # in_place empties no prefix cache (megarl starts its servers without one); this one has PROMPT
+    prompt = [11, *PROMPT] if pause == "in_place" else PROMPT
+    learner = Learner(pause=pause, site=site)
+    assert learner.publish(old, site.tp1).servers[0].verified
+    running = [Running(site.tp1, total, prompt).started() for _ in range(3)]
+    (result,) = learner.publish(new, site.tp1).servers
+    assert (result.verified, result.error) == (True, "")
+    assert result.probe_max_abs_logprob is not None and result.probe_max_abs_logprob < BOUND
+    for request in running:
+        tokens = prompt + request.ended().tokens
+        switch = request.spans[0][1]
+        if pause == "abort":
+            assert request.reason == "abort"
+            assert request.spans == [(0, switch, "1")] and 0 < switch < total
+        else:
+            assert request.reason == "length"
+            assert request.spans == [(0, switch, "1"), (switch, total, "2")]
+        at = len(prompt) - 1  # the first log-prob of a response
+        expected = site.logprobs(old, tokens)[at : at + switch]
+        if pause == "retract":  # the keys and values of the older tokens were computed anew
+            expected = torch.cat([expected, site.logprobs(new, tokens)[at + switch :]])
+        if pause == "in_place":  # they stayed as they were; the last token had none yet
+            rest = site.logprobs(new, tokens, cached=(old, at + switch))
+            expected = torch.cat([expected, rest])
+        assert (expected - request.logprobs).abs().max() < BOUND
+    learner.sync.close()
+
+
+def test_request_to_a_refused_server_gets_no_token_until_a_good_publish(
+    site: Site, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert learner.publish(62, site.tp1).servers[0].verified
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "LOAD_FORMAT", sabotage.LOADERS[0])
+        assert_refused(learner.publish(63, site.tp1), "checksums differ")
+    waiting = Running(site.tp1, 10)
+    assert not waiting.has_token(within_s=1.0)
+    assert site.tp1.version() == "1"
+    assert learner.publish(63, site.tp1).servers[0].verified
+    assert waiting.ended().spans == [(0, 10, "3")]
+    expected = site.logprobs(63, PROMPT + waiting.tokens)[len(PROMPT) - 1 :]
+    assert (expected - waiting.logprobs).abs().max() < BOUND
+
+
+def test_wrong_value_that_no_checksum_sees_is_caught_by_the_probe(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner(site=site)
+    assert learner.publish(64, site.tp1).servers[0].verified
+    running = Running(site.tp1, 100).started()
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "LOAD_FORMAT", sabotage.TURN_ROTARY)
+        report = learner.publish(65, site.tp1)
+        assert_refused(report, "its log-probs are not the learner's: they differ by")
+        assert site.tp1.version() == "2-refused"
+        assert running.ended().reason == "abort"  # it may have tokens of the wrong weights
+        waiting = Running(site.tp1, 10)
+        assert not waiting.has_token(within_s=1.0)
+        assert learner.publish(65, site.tp1).servers[0].verified  # turned back by the same loader
+    assert waiting.ended().spans == [(0, 10, "3")]
+    assert_serves(site, site.tp1, 65, learner.version)
     learner.sync.close()
 
 

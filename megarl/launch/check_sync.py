@@ -1,0 +1,81 @@
+"""`megarl check sync`: the engines of a run, started to check one weight sync, and ended.
+
+Owns where that happens and what is printed. What is checked is `controller/sync_check.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from pathlib import Path
+
+from megarl.config.bounds import probe_bound
+from megarl.config.explain import explain_run
+from megarl.config.record import environment_record
+from megarl.config.schema import Config
+from megarl.controller.sync_check import SyncCheck, check_checkable, check_sync
+from megarl.launch.folder import open_run_folder, write_environment
+from megarl.launch.run import EngineRun, logging_to
+from megarl.launch.topology import make_topology
+from megarl.learner.client import LearnerClient
+from megarl.reshard.fabric import DEFAULT, FABRICS
+from megarl.rollout.servers import ServerPool
+
+SUFFIX = ".check-sync"
+HELD = {
+    "retract": "running requests wait, and go on with their KV cache computed anew",
+    "in_place": "running requests wait, and go on with the KV cache of the old weights",
+    "abort": "running requests end, and are asked again",
+}
+
+
+def explain_sync(config: Config) -> str:
+    """What a sync of `config` will do, from settings alone: the plan as a page, and the order."""
+    sync = config.weight_sync
+    probe = "no log-probs are compared"
+    if sync.probe_tokens and config.placement.mode != "colocated":
+        bound = probe_bound(config)
+        probe = (
+            f"each server scores {sync.probe_tokens} tokens, within {bound:g} nats of the "
+            "learner's in the mean"
+        )
+    return (
+        f"{explain_run(config, None, FABRICS[DEFAULT])}\n\n"
+        f"mode      weight_sync.mode = {sync.mode}\n"
+        f"pause     weight_sync.pause = {sync.pause}: {HELD[sync.pause]}\n"
+        f"probe     {probe}\n"
+        f"deadline  deadline.sync_s = {config.deadline.sync_s:g}\n"
+    )
+
+
+def run_check_sync(config: Config) -> tuple[int, str]:
+    """Check the weight sync of `config`; returns the exit status and what was found, in lines.
+
+    0 where all is well, 1 where something is wrong, 130 after Ctrl-C. Logs are in a folder of its
+    own beside that of the run, which is not touched. Raises MegarlError where an engine fails.
+    """
+    check_checkable(config)
+    run_dir = (Path(config.run.dir) / f"{config.run.name}{SUFFIX}").absolute()
+    topology = make_topology(config, os.environ)
+    found: list[SyncCheck] = []
+
+    async def work(learner: LearnerClient, servers: ServerPool) -> None:
+        found.append(await check_sync(learner, servers))
+
+    try:
+        with open_run_folder(config, run_dir) as folder:
+            shutil.rmtree(run_dir / "logs", ignore_errors=True)  # of an earlier check
+            logging_to(run_dir / "logs" / "controller.log")
+            write_environment(run_dir, environment_record(config))
+            status = asyncio.run(EngineRun(config, folder, topology, work).run())
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT, ""
+    if status:
+        return status, ""
+    (check,) = found
+    verdict = "not as it should be" if check.wrong else "as it should be"
+    lines = [*check.facts, *(f"wrong: {line}" for line in check.wrong)]
+    lines.append(f"weight sync: {verdict}; logs: {run_dir / 'logs'}")
+    return (1 if check.wrong else 0), "\n".join(lines) + "\n"

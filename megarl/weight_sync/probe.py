@@ -1,0 +1,102 @@
+"""The log-prob probe: a server scores a few fixed tokens, and must agree with the learner.
+
+Checksums prove the bytes of parameters. The probe proves what a forward pass makes of them: values
+that the engine derives from them, its caches, its label. Owns the comparison and its words. Knows
+nothing of HTTP, and not how the learner computes.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.errors import WeightSyncError
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """T + 1 tokens, and the learner's T log-probs of all but the first, in nats, at temperature 1.
+
+    `bound` is the largest mean absolute difference that a server may show, in nats.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    bound: float
+
+
+def probe_tokens(num_scored: int, vocab_size: int, seed: int) -> tuple[int, ...]:
+    """The tokens of a run's probes, of which all but the first are scored: the same in every sync.
+
+    >>> probe_tokens(4, 512, seed=0) == probe_tokens(4, 512, seed=0)
+    True
+    >>> len(probe_tokens(4, 512, seed=0)), len(probe_tokens(0, 512, seed=0))
+    (5, 0)
+    """
+    draw = random.Random(f"megarl probe {seed}")
+    return tuple(draw.randrange(vocab_size) for _ in range(num_scored + 1 if num_scored else 0))
+
+
+def largest_difference(probe: Probe, scored: Sequence[float]) -> float:
+    """The largest absolute difference to what a server scored, in nats.
+
+    Raises WeightSyncError where the mean is above the probe's bound, naming the worst position.
+
+    >>> probe = Probe((7, 8, 9), (-1.0, -2.0), bound=0.1)
+    >>> round(largest_difference(probe, [-1.05, -2.1]), 3)
+    0.1
+    >>> largest_difference(probe, [-1.0, -4.0])
+    Traceback (most recent call last):
+    megarl.errors.WeightSyncError: its log-probs are not the learner's: they differ by 1 nats in \
+the mean of 2 tokens (bound 0.1), most for token 9 at position 2, -4 on the server and -2 in the \
+learner. Its parameters have the learner's checksums, so suspect what the engine derives from \
+them: caches, scales, fused or packed copies
+    """
+    pairs = list(zip(probe.logprobs, scored, strict=True))
+    differences = [abs(ours - theirs) for ours, theirs in pairs]
+    mean = sum(differences) / len(differences)
+    if not mean <= probe.bound:  # also where it is not a number
+        worst = max(range(len(pairs)), key=lambda index: differences[index])
+        ours, theirs = pairs[worst]
+        raise WeightSyncError(
+            f"its log-probs are not the learner's: they differ by {mean:.3g} nats in the mean of "
+            f"{len(pairs)} tokens (bound {probe.bound:.3g}), most for token "
+            f"{probe.token_ids[worst + 1]} at position {worst + 1}, {theirs:.6g} on the server and "
+            f"{ours:.6g} in the learner. Its parameters have the learner's checksums, so suspect "
+            "what the engine derives from them: caches, scales, fused or packed copies"
+        )
+    return max(differences)
+
+
+class PendingProbe:
+    """A probe that the learner's ranks are still computing while servers take the weights.
+
+    `error` says why there is none, where the learner could not compute it.
+    """
+
+    def __init__(self) -> None:
+        self._is_known = threading.Event()
+        self._probe: Probe | None = None
+        self.error = ""
+
+    def settle(self, probe: Probe | None, error: str = "") -> None:
+        """Give those who wait the probe, or why there is none."""
+        self._probe, self.error = probe, error
+        self._is_known.set()
+
+    def wait(self, until: float) -> Probe | None:
+        """The probe, None where none is wanted; `until` is a time of `time.monotonic`.
+
+        Raises WeightSyncError where the learner could not compute it, or is late.
+        """
+        if not self._is_known.wait(max(0.0, until - time.monotonic())):
+            raise WeightSyncError(
+                "the learner's ranks did not score the probe within the deadline; see their logs, "
+                "raise deadline.sync_s, or set weight_sync.probe_tokens = 0"
+            )
+        if self.error:
+            raise WeightSyncError(self.error)
+        return self._probe

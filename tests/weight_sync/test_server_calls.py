@@ -1,0 +1,214 @@
+"""Each call to a server: its path and key, and the words for every answer but a good one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from megarl.errors import NoAnswerError, WeightSyncError
+from megarl.types import ServerEndpoint
+from megarl.weight_sync import server_calls
+from megarl.weight_sync.exchange import hand_over
+from megarl.weight_sync.probe import Probe
+from megarl.weight_sync.server_calls import ServerCalls
+
+Asked = tuple[str, str, dict[str, Any], str]
+TOKENS = (5, 9, 7)
+
+
+class Web:
+    """An HTTP server that remembers (method, path, body, key) and answers as `answers` says."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.answers: dict[str, Callable[[dict[str, Any]], tuple[int, str] | None]] = {}
+        self.web = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self.web.daemon_threads = True
+        self.web.owner = self  # type: ignore[attr-defined]
+        self.thread = threading.Thread(target=self.web.serve_forever, args=(0.01,), daemon=True)
+        self.thread.start()
+
+    @property
+    def endpoint(self) -> ServerEndpoint:
+        url = f"http://127.0.0.1:{self.web.server_port}"
+        return ServerEndpoint("s", url, 1, 0, "user-key", "admin-key")
+
+    @property
+    def routes(self) -> list[str]:
+        """What was asked, in order; a pause with its mode, a version with its label."""
+        told = {"/pause_generation": "mode", "/update_weight_version": "new_version"}
+        return [
+            f"{path[1:].split('_')[0]} {body[told[path]]}" if path in told else path[1:]
+            for _, path, body, _ in self.asked
+        ]
+
+    def close(self) -> None:
+        self.web.shutdown()
+        self.web.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def _answer(self) -> None:
+        owner: Web = self.server.owner  # type: ignore[attr-defined]
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.loads(raw) if raw else {}
+        key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        owner.asked.append((self.command, self.path, body, key))
+        answer = owner.answers.get(self.path, lambda body: (200, "{}"))(body)
+        if answer is None:
+            self.close_connection = True
+            return
+        self.send_response(answer[0])
+        self.send_header("Content-Length", str(len(answer[1])))
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the caller has given up
+            self.wfile.write(answer[1].encode())
+
+    do_GET = do_POST = _answer
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    made = Web()
+    yield made
+    made.close()
+
+
+def calls_to(web: Web, within_s: float = 10.0) -> ServerCalls:
+    return ServerCalls(web.endpoint, time.monotonic() + within_s)
+
+
+def scoring(logprobs: list[Any], tokens: tuple[int, ...] = TOKENS) -> Callable[[Any], Any]:
+    pairs = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
+    text = json.dumps({"meta_info": {"input_token_logprobs": pairs}})
+    return lambda body: (200, text)
+
+
+def test_control_calls_carry_the_admin_key_and_generation_the_other(web: Web) -> None:
+    web.answers["/generate"] = scoring([None, -1.0, -2.0])
+    calls = calls_to(web)
+    calls.info()
+    calls.pause("retract")
+    assert calls.score(TOKENS) == [-1.0, -2.0]
+    keys = {path: key for _, path, _, key in web.asked}
+    assert keys == {
+        "/server_info": "user-key",
+        "/pause_generation": "admin-key",
+        "/generate": "user-key",
+    }
+
+
+BAD_SCORES = {
+    "no log-probs": (lambda body: (200, "{}"), "without input log-probs"),
+    "other tokens": (scoring([None, -1.0, -2.0], (5, 9, 8)), "not the 3 sent"),
+    "not a number": (scoring([None, -1.0, None]), "token 7 at position 2 is None"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SCORES)
+def test_score_that_cannot_be_compared_is_refused(web: Web, case: str) -> None:
+    web.answers["/generate"], words = BAD_SCORES[case]
+    with pytest.raises(WeightSyncError, match=words):
+        calls_to(web).score(TOKENS)
+
+
+def test_session_that_was_left_open_is_ended_and_opened_again(web: Web) -> None:
+    left = ["a weight-update session is already open"]
+    web.answers["/begin_weight_update"] = lambda body: (400, left.pop()) if left else (200, "{}")
+    calls_to(web).begin()
+    assert web.routes == ["begin_weight_update", "end_weight_update", "begin_weight_update"]
+
+
+def test_late_answer_names_the_call_and_the_setting(web: Web) -> None:
+    web.answers["/begin_weight_update"] = lambda body: time.sleep(1.0) or (200, "{}")
+    with pytest.raises(NoAnswerError, match=r"/begin_weight_update did not.*deadline\.sync_s"):
+        calls_to(web, within_s=0.2).begin()
+
+
+def test_call_that_moves_no_weights_waits_no_longer_than_a_scheduler_may_take(
+    web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_calls, "ANSWER_S", 0.2)
+    web.answers["/begin_weight_update"] = lambda body: time.sleep(1.0) or (200, "{}")
+    with pytest.raises(NoAnswerError) as error:
+        calls_to(web, within_s=300.0).begin()
+    assert "within 0.2 s" in str(error.value) and "deadline" not in str(error.value)
+
+
+def test_closed_connection_says_that_the_server_has_ended(web: Web) -> None:
+    web.answers["/pause_generation"] = lambda body: None
+    with pytest.raises(NoAnswerError, match="has ended or is unreachable"):
+        calls_to(web).pause("retract")
+
+
+def test_deadline_that_passed_before_a_call_does_not_blame_the_server(web: Web) -> None:
+    with pytest.raises(WeightSyncError, match="passed before /pause_generation") as error:
+        calls_to(web, within_s=-1.0).pause("retract")
+    assert not isinstance(error.value, NoAnswerError)
+    assert web.asked == []
+
+
+def probe(bound: float = 0.1) -> Probe:
+    return Probe(TOKENS, (-1.0, -2.0), bound)
+
+
+def test_order_of_a_sync_is_pause_open_write_close_label_resume_probe(web: Web) -> None:
+    web.answers["/generate"] = scoring([None, -1.05, -2.0])
+    calls = calls_to(web)
+    written, difference = hand_over(calls, 3, "retract", lambda: calls.post("/write", {}), probe)
+    assert (written, round(difference or 0, 6)) == ("{}", 0.05)
+    assert web.routes == [
+        "pause retract",
+        "begin_weight_update",
+        "write",
+        "end_weight_update",
+        "update 3",
+        "continue_generation",
+        "generate",
+    ]
+
+
+def test_label_leaves_running_requests_alone_which_sglang_would_end_by_default(web: Web) -> None:
+    calls_to(web).set_version("3")
+    (asked,) = web.asked
+    assert asked[2] == {"new_version": "3", "abort_all_requests": False}
+
+
+def test_refused_write_closes_the_session_and_neither_labels_nor_resumes(web: Web) -> None:
+    def write() -> None:
+        raise WeightSyncError("checksums differ")
+
+    with pytest.raises(WeightSyncError, match="checksums differ"):
+        hand_over(calls_to(web), 3, "retract", write, probe)
+    assert web.routes == ["pause retract", "begin_weight_update", "end_weight_update"]
+
+
+def test_server_that_fails_the_probe_is_stopped_and_names_no_version(web: Web) -> None:
+    web.answers["/generate"] = scoring([None, -1.0, -5.0])
+    with pytest.raises(WeightSyncError, match="most for token 7 at position 2, -5 on the server"):
+        hand_over(calls_to(web), 3, "retract", lambda: None, probe)
+    assert web.routes[-3:] == ["generate", "pause abort", "update 3-refused"]
+
+
+def test_server_that_cannot_be_stopped_again_is_lost(web: Web) -> None:
+    web.answers["/generate"] = scoring([None, -1.0, -5.0])
+    web.answers["/pause_generation"] = lambda body: (
+        (200, "{}") if body["mode"] == "retract" else (500, "scheduler is gone")
+    )
+    with pytest.raises(NoAnswerError, match="not the learner's.*nor could it be paused again"):
+        hand_over(calls_to(web), 3, "retract", lambda: None, probe)
+
+
+def test_without_a_probe_nothing_is_scored(web: Web) -> None:
+    assert hand_over(calls_to(web), 3, "abort", lambda: 7, lambda: None) == (7, None)
+    assert web.routes[0] == "pause abort" and web.routes[-1] == "continue_generation"
