@@ -22,6 +22,84 @@ def mix64(identity, chunk):
 
 
 @triton.jit
+def bits_at(pointers, at, is_row, width, ITEMSIZE: tl.constexpr, IS_FULL: tl.constexpr):
+    """The bits of the elements at columns `at`, in unsigned integers that hold sums of them.
+
+    There are few loops: sums of 2-byte elements over them fit into 4 bytes.
+    """
+    if IS_FULL:
+        values = tl.load(pointers + at[None, :])
+    else:
+        is_there = is_row[:, None] & (at < width)[None, :]
+        values = tl.load(pointers + at[None, :], mask=is_there, other=0)
+    if ITEMSIZE > 2:
+        return values.to(tl.uint32).to(tl.uint64)
+    else:
+        return (values.to(tl.int32) & ((1 << 8 * ITEMSIZE) - 1)).to(tl.uint32)
+
+
+@triton.jit
+def sum_in_one_chunk(
+    pointers,
+    is_row,
+    width,
+    inside,
+    ITEMSIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    LOOPS: tl.constexpr,
+    IS_FULL: tl.constexpr,
+):
+    """For each row the sum of b (2I + 1), I = inside + step * COLUMNS + column.
+
+    From two sums over steps, without a product for each element: `plain` of b, and `ladder` of
+    (LOOPS * UNROLL - step) b.
+    """
+    columns = tl.arange(0, COLUMNS)
+    plain = tl.zeros((ROWS, COLUMNS), tl.uint64 if ITEMSIZE > 2 else tl.uint32)
+    ladder = tl.zeros((ROWS, COLUMNS), tl.uint64 if ITEMSIZE > 2 else tl.uint32)
+    for loop in range(LOOPS):
+        for unrolled in tl.static_range(UNROLL):
+            at = (loop * UNROLL + unrolled) * COLUMNS + columns
+            plain += bits_at(pointers, at, is_row, width, ITEMSIZE, IS_FULL)
+            ladder += plain
+    index = inside[:, None] + (columns + LOOPS * UNROLL * COLUMNS)[None, :]
+    weight = (2 * index + 1).to(tl.uint64)
+    return tl.sum(plain.to(tl.uint64) * weight - ladder.to(tl.uint64) * (2 * COLUMNS), 1)
+
+
+@triton.jit
+def sums_in_two_chunks(
+    pointers,
+    is_row,
+    width,
+    inside,
+    ITEMSIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    LOOPS: tl.constexpr,
+    IS_FULL: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """For each row the sum of b (2I + 1), and the part of it that lies in the second chunk."""
+    columns = tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.uint64)
+    beyond = tl.zeros((ROWS, COLUMNS), tl.uint64)
+    for loop in range(LOOPS):
+        for unrolled in tl.static_range(UNROLL):
+            at = (loop * UNROLL + unrolled) * COLUMNS + columns
+            bits = bits_at(pointers, at, is_row, width, ITEMSIZE, IS_FULL)
+            index = inside[:, None] + at[None, :]
+            weight = (2 * (index & (CHUNK - 1)) + 1).to(tl.uint32).to(bits.dtype)
+            product = (bits * weight).to(tl.uint64)  # of 2-byte elements below 2^32
+            total += product
+            beyond += tl.where(index >= CHUNK, product, 0)
+    return tl.sum(total, 1), tl.sum(beyond, 1)
+
+
+@triton.jit
 def sum_tiles(
     tiles,  # int64 [num_tiles, 4]: part, first row, first column, column after the last
     parts,  # int64 [num_parts, 8]: offset, rows, row stride, G of first, of a row, id, sum, unused
@@ -49,45 +127,18 @@ def sum_tiles(
     inside = (first & (CHUNK - 1)).to(tl.int32)  # its I
     is_row = row < tl.load(part + 1)
     pointers = anchor + (offset + column) + (row * stride)[:, None]
-    steps = tl.arange(0, COLUMNS)
-    # Sums over steps, of which there are few: those of 2-byte elements fit into 4 bytes.
-    adder = tl.uint64 if ITEMSIZE > 2 else tl.uint32
-    plain = tl.zeros((ROWS, COLUMNS), adder)
-    ladder = tl.zeros((ROWS, COLUMNS), adder)
-    total = tl.zeros((ROWS, COLUMNS), tl.uint64)
-    beyond = tl.zeros((ROWS, COLUMNS), tl.uint64)  # the part of it in the second chunk
-    for loop in range(LOOPS):
-        for unrolled in tl.static_range(UNROLL):
-            at = (loop * UNROLL + unrolled) * COLUMNS + steps
-            if IS_FULL:
-                values = tl.load(pointers + at[None, :])
-            else:
-                is_there = is_row[:, None] & (at < width)[None, :]
-                values = tl.load(pointers + at[None, :], mask=is_there, other=0)
-            if ITEMSIZE > 2:
-                bits = values.to(tl.uint32).to(adder)
-            else:
-                bits = (values.to(tl.int32) & ((1 << 8 * ITEMSIZE) - 1)).to(tl.uint32)
-            if CROSSES:
-                index = inside[:, None] + at[None, :]
-                weight = (2 * (index & (CHUNK - 1)) + 1).to(tl.uint32).to(adder)
-                product = (bits * weight).to(tl.uint64)  # of 2-byte elements below 2^32
-                total += product
-                beyond += tl.where(index >= CHUNK, product, 0)
-            else:
-                plain += bits
-                ladder += plain
     identity = tl.load(part + 5).to(tl.uint64)
     chunk = (first // CHUNK).to(tl.uint64)
     if CROSSES:
-        second = tl.sum(beyond, 1)
-        result = (tl.sum(total, 1) - second) * mix64(identity, chunk)
-        result += second * mix64(identity, chunk + 1)
+        total, beyond = sums_in_two_chunks(
+            pointers, is_row, width, inside,
+            ITEMSIZE, ROWS, COLUMNS, UNROLL, LOOPS, IS_FULL, CHUNK,
+        )  # fmt: skip
+        result = (total - beyond) * mix64(identity, chunk)
+        result += beyond * mix64(identity, chunk + 1)
     else:
-        # Sum of b (2I + 1), I = inside + step * COLUMNS + column, from sums over steps: `plain` of
-        # b, `ladder` of (LOOPS * UNROLL - step) b.
-        index = inside[:, None] + (steps + LOOPS * UNROLL * COLUMNS)[None, :]
-        weight = (2 * index + 1).to(tl.uint64)
-        result = tl.sum(plain.to(tl.uint64) * weight - ladder.to(tl.uint64) * (2 * COLUMNS), 1)
-        result = result * mix64(identity, chunk)
+        total = sum_in_one_chunk(
+            pointers, is_row, width, inside, ITEMSIZE, ROWS, COLUMNS, UNROLL, LOOPS, IS_FULL
+        )
+        result = total * mix64(identity, chunk)
     tl.atomic_add(sums + tl.load(part + 6), tl.sum(result, 0).to(tl.int64))
