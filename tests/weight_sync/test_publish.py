@@ -184,7 +184,9 @@ def test_sabotaged_publish_is_refused_and_the_next_one_repairs(
     sabotaged, reason = SABOTAGES[kind]
     with monkeypatch.context() as patch:
         sabotaged(patch)
-        assert_refused(learner.publish(4, site.tp1), reason)
+        report = learner.publish(4, site.tp1)
+        assert_refused(report, reason)
+        assert not report.servers[0].is_lost  # it is tried once more
     assert site.tp1.version() == served
     assert learner.publish(4, site.tp1).servers[0].verified
     assert_serves(site, site.tp1, 4, learner.version)
@@ -225,7 +227,9 @@ def test_success_without_an_acknowledgement_is_no_success(
 ) -> None:
     learner = Learner(deadline_s=1.0)
     monkeypatch.setattr(exchange, "LOAD_FORMAT", sabotage.LOADERS[2])
-    assert_refused(learner.publish(9, site.tp2), "no acknowledgement from TP rank 0, TP rank 1")
+    report = learner.publish(9, site.tp2)
+    assert_refused(report, "no acknowledgement from TP rank 0, TP rank 1")
+    assert report.servers[0].is_lost  # asked again, it would take the deadline again
     learner.sync.close()
 
 
