@@ -103,6 +103,13 @@ def _positions(config: Config, shape: ModelShape) -> Iterator[Violation]:
             "lower the lengths",
             (*LENGTHS, "actor.model"),
         )
+    probed = config.weight_sync.probe_tokens + 1
+    if probed > shape.max_positions:
+        yield Violation(
+            f"weight_sync.probe_tokens = {probed - 1} and the token before them exceed the model's "
+            f"max_position_embeddings = {shape.max_positions}; lower it",
+            ("weight_sync.probe_tokens", "actor.model"),
+        )
 
 
 def _learner_layout(config: Config, shape: ModelShape) -> Iterator[Violation]:

@@ -92,6 +92,15 @@ def test_broken_tokenizer_config_is_named(place) -> None:
             "--rollout.max_total_tokens 31",
             "16 + 16 = 32 tokens exceed rollout.max_total_tokens = 31",
         ),
+        (
+            "--weight_sync.probe_tokens 64",
+            "weight_sync.probe_tokens = 64 and the token before them exceed the model's",
+        ),
+        (
+            "--weight_sync.probe_tokens 32 --learner.max_tokens_per_microbatch 32",
+            "weight_sync.probe_tokens = 32 and the token before them exceed "
+            "learner.max_tokens_per_microbatch = 32",
+        ),
         ("--prompts.path /no/such.jsonl", "prompts.path: /no/such.jsonl does not exist"),
         ("--prompts.path /", "prompts.path: / is a folder"),
         ("--prompts.path=", "prompts.path is not set; prompts.format = jsonl needs it"),

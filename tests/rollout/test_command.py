@@ -69,6 +69,12 @@ def test_experts_and_attention_are_divided_as_the_settings_say() -> None:
     assert not {"--ep-size", "--attn-dp-size"} & set(made("cuda").argv)
 
 
+def test_server_that_keeps_old_keys_and_values_shares_and_overlaps_nothing() -> None:
+    switches = {"--disable-radix-cache", "--disable-overlap-schedule"}
+    assert switches <= set(made("cuda", weight_sync={"pause": "in_place"}).argv)
+    assert not switches & set(made("cuda").argv)
+
+
 def test_users_arguments_come_last_so_that_they_win() -> None:
     argv = made("cpu", rollout={"engine_args": {"log_level": "info"}}).argv
     assert argv[-2:] == ("--log-level", "info")
