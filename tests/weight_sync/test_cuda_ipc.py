@@ -228,3 +228,14 @@ def test_probe_says_in_words_why_memory_cannot_be_exported(gpu: PretendedGpu) ->
     assert "not supported" in can_stage(without).why and without.num_allocations == 0
     with pytest.raises(WeightSyncError, match="a parameter cannot be exported: it was mapped"):
         CudaArena.direct(gpu, RUN, 0, 0, {0: torch.zeros(4)}, DIGEST)
+
+
+def test_folder_without_file_locks_is_told_with_what_to_set(
+    gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = CudaArena.staged(gpu, RUN, 0, 0, 64, DIGEST)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_ipc.fcntl, "F_OFD_SETLK", 10_000)
+        with pytest.raises(WeightSyncError, match='no locks of open files.*gpu_arenas = "never"'):
+            _ = arena.is_read
+    arena.close()

@@ -278,6 +278,11 @@ def _try_lock(descriptor: int, kind: int) -> bool:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise WeightSyncError(
+            f"{FOLDER} has no locks of open files ({error}), by which GPU arenas are kept while "
+            'they are read; set weight_sync.gpu_arenas = "never"'
+        ) from error
     return True
 
 
