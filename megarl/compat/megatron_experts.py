@@ -28,13 +28,9 @@ class _GroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.num, self._groups = num, groups
-        is_apart = (  # gradients are summed over the experts' own data-parallel ranks
-            config.expert_model_parallel_size > 1
-            or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
-        )
         for i in range(num):
             weight: Any = torch.nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype))
-            weight.allreduce = not is_apart
+            weight.allreduce = False  # its gradient is summed over the experts' own ranks
             weight.tensor_model_parallel = True
             weight.partition_dim, weight.partition_stride = self.cut, 1
             self.register_parameter(f"weight{i}", weight)

@@ -70,6 +70,11 @@ def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks, layout:
             f"Megatron's model and its layout differ on rank {ranks.rank}, first in "
             f"{differing[0]}; this Megatron-Core is another version than the layout is for"
         )
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            # Theirs is an optimizer of its own in every layout, so that checkpoints fit each other:
+            # Megatron has one only where their ranks are not those of dense tensors.
+            parameter.allreduce = False
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
