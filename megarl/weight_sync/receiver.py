@@ -16,19 +16,21 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megarl.errors import WeightSyncError, in_words
 from megarl.reshard import execute
-from megarl.reshard.layout import RankLayout
+from megarl.reshard.layout import Piece, RankLayout
 from megarl.weight_sync import acks
 from megarl.weight_sync.acks import Ack
+from megarl.weight_sync.checksum_triton import BoxValues
 from megarl.weight_sync.control import ControlMessage, decode
 from megarl.weight_sync.inflow import ArenaInflow, MessageInflow
+from megarl.weight_sync.live_sums import LiveSums
 from megarl.weight_sync.parcels import server_member
-from megarl.weight_sync.receiver_sums import LiveSums
 from megarl.weight_sync.route import Route, make_route
 from megarl.weight_sync.transport.interface import Inflow
 from megarl.weight_sync.transport.meeting import bounded
@@ -125,7 +127,8 @@ class Receiver:
         for inflow in self._inflows:
             inflow.check(message)
         _check_paddings(route.mine, parameters)
-        sums = tuple(self._sums.of(parameters, route))
+        box_of = partial(_sent, tensors=parameters, route=route)
+        sums = tuple(self._sums.of(route.pieces, parameters, box_of, route.digest))
         moved: dict[str, int] = {}
         for inflow in self._inflows:
             moved.update(inflow.moved_bytes)
@@ -226,6 +229,21 @@ def derive_weights(model: torch.nn.Module) -> None:
     step = getattr(model, "post_load_weights", None)
     if step is not None:
         step()
+
+
+def _sent(piece: Piece, tensors: Mapping[str, torch.Tensor], route: Route) -> BoxValues:
+    """What one piece now is, in the type in which it travels.
+
+    Raises WeightSyncError where the server's wider type holds what that type cannot.
+    """
+    values = execute.held(piece, tensors)
+    sent = values.to(route.wire.of(piece.tensor))
+    if sent.dtype != values.dtype and not torch.equal(sent.to(values.dtype), values):
+        raise WeightSyncError(
+            f"{piece.tensor} {piece.box}: the server holds {values.dtype} values that did not "
+            f"come as {sent.dtype}; nothing else may write to {piece.local}"
+        )
+    return BoxValues(sent, piece.tensor, route.shapes[piece.tensor], piece.box)
 
 
 def _check_unpacked(model: torch.nn.Module) -> None:

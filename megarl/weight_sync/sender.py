@@ -23,9 +23,10 @@ from megarl.reshard.plan import Plan
 from megarl.reshard.store import cached_plan
 from megarl.weight_sync import coverage, packing, parcels
 from megarl.weight_sync.checksum import add
-from megarl.weight_sync.checksum_triton import BoxValues, box_checksums
+from megarl.weight_sync.checksum_triton import BoxValues
 from megarl.weight_sync.control import SourceSpec, arena_digest
 from megarl.weight_sync.formats import staged, wire_format
+from megarl.weight_sync.live_sums import LiveSums
 from megarl.weight_sync.parcels import Parcel
 from megarl.weight_sync.places import ServerKind, placement
 from megarl.weight_sync.quantized import QuantizedWeights
@@ -82,6 +83,7 @@ class Sender:
         self._parameters = parameters
         self._devices, self._bucket_bytes = tuple(devices), bucket_bytes
         self._policy, self._memory = arenas, memory
+        self._sums = LiveSums()
         self._shapes = {parameter.name: parameter.shape for parameter in self.layout.parameters}
         self._mine = self.layout.rank(rank)
         self._share = Cover(self.layout).share(rank)
@@ -159,26 +161,32 @@ class Sender:
         Shares of all ranks add up to the whole: replicas take turns, nothing is summed twice.
         Raises WeightSyncError for weights that are no numbers: nobody is to sample from them.
         """
+        self._check_finite()
         sums: dict[str, int] = {}
-        checked: list[Piece] = []
-        extremes: list[torch.Tensor] = []
-        together: list[BoxValues] = []
-        for piece in self._share:
-            live = held(piece, self._sent).detach()
-            values = live.to(self.wire.of(piece.tensor))
-            if values.element_size() > 1:  # float8 was seen to be finite when it was made
-                checked.append(piece)
-                extremes.append(torch.stack(torch.aminmax(values)).float())
-            box = BoxValues(values, piece.tensor, self._shapes[piece.tensor], piece.box)
-            if values is live:
-                together.append(box)
-            else:  # a copy: it goes before the next one is made
-                _add_up(sums, [box])
-        finite = torch.stack(extremes).isfinite().all(dim=1).tolist()  # a GPU is asked once
-        if not all(finite):
-            raise WeightSyncError(self._not_finite(checked[finite.index(False)]))
-        _add_up(sums, together)
+        parts = self._sums.of(self._share, self._sent, self._box)
+        for piece, part in zip(self._share, parts, strict=True):
+            sums[piece.tensor] = add([sums.get(piece.tensor, 0), part])
         return sums
+
+    def _box(self, piece: Piece) -> BoxValues:
+        """What one piece is, in the type in which it travels."""
+        values = held(piece, self._sent).detach().to(self.wire.of(piece.tensor))
+        return BoxValues(values, piece.tensor, self._shapes[piece.tensor], piece.box)
+
+    def _check_finite(self) -> None:
+        """Raise WeightSyncError for weights that are no numbers. A GPU is asked once.
+
+        float8 was seen to be finite when it was made.
+        """
+        known = {piece.local: piece.tensor for piece in self._share}
+        names = [name for name in known if self._sent[name].element_size() > 1]
+        ends = [torch.stack(torch.aminmax(self._sent[name].detach())) for name in names]
+        sent = [end.to(self.wire.of(known[n])).float() for n, end in zip(names, ends, strict=True)]
+        finite = torch.stack(sent).isfinite().all(dim=1).tolist() if sent else []
+        wrong = {name for name, is_finite in zip(names, finite, strict=True) if not is_finite}
+        for piece in self._share:  # a padding may hold anything
+            if piece.local in wrong and not bool(self._box(piece).values.isfinite().all()):
+                raise WeightSyncError(self._not_finite(piece))
 
     def _not_finite(self, piece: Piece) -> str:
         """Where weights are no numbers, and what to do."""
@@ -254,6 +262,7 @@ class Sender:
         if self._policy != "kept" and self._quantized is not None:
             self._quantized.drop()
             self._sent = self._parameters
+            self._sums = LiveSums()  # what it keeps are views of the copies
 
     def sends_to(self, kind: ServerKind) -> bool:
         """Whether this rank has messages for servers of `kind`."""
@@ -291,9 +300,3 @@ class Sender:
         for _, arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
-
-
-def _add_up(sums: dict[str, int], boxes: Sequence[BoxValues]) -> None:
-    """Add each box's checksum to its tensor's."""
-    for box, part in zip(boxes, box_checksums(boxes), strict=True):
-        sums[box.name] = add([sums.get(box.name, 0), part])

@@ -276,3 +276,12 @@ def test_receiver_imports_no_engine_and_sender_no_sglang() -> None:
 def test_control_message_survives_its_way_through_a_payload(simple: Rig) -> None:
     message = simple.messages(2)[1]
     assert decode([(message.to_json(), torch.zeros(1))]) == message
+
+
+def test_padding_of_the_learner_may_hold_what_is_no_number(rig: Callable[..., Rig]) -> None:
+    made = rig(SourceSpec(SHAPE, LearnerMesh()), ServerMesh(1))
+    padded = [t for t in made.learner[0].values() if t.shape[0] > SHAPE.vocab_size]
+    assert padded
+    for tensor in padded:
+        tensor[SHAPE.vocab_size :] = torch.nan
+    assert made.sync(1) == []
