@@ -115,24 +115,26 @@ def sent_away(
         told["misses one"] = refusal(lambda: learner.step(plan))
         learner.offload(["weights"])
     learner.onload(PARTS)
-    buffers = learner.policy.model.buffers
-    spans = [
-        (b.param_data.data_ptr(), b.param_data.data_ptr() + b.param_data.nbytes) for b in buffers
-    ]
-    views = [any(a <= p.data_ptr() < b for a, b in spans) for p in parameters.values()]
-    shared = [
-        learner.weights[name].data_ptr() == parameter.data_ptr()
-        for name, parameter in parameters.items()
-    ]
     seen = {
         "told": told,
         "bytes": bytes_here,
         "same objects": objects == {name: id(p) for name, p in parameters.items()},
-        "views of the buffers": all(views) and all(shared),
+        "views of the buffers": are_views(learner),
         "generation": learner.state.generation,
         "memory": learner.memory(),
     }
     return metrics, state_of(learner), seen
+
+
+def are_views(learner: Learner) -> bool:
+    """Whether parameters, and weights by the layout's names, lie in Megatron's buffers still."""
+    model = learner.policy.model
+    buffers = [each.param_data for each in (*model.buffers, *model.expert_parallel_buffers)]
+    spans = [(data.data_ptr(), data.data_ptr() + data.nbytes) for data in buffers]
+    no_parameters = {buffer.data_ptr() for buffer in model.module.buffers()}  # the router's bias
+    weights = [w for w in learner.weights.values() if w.data_ptr() not in no_parameters]
+    tensors = [*model.module.parameters(), *weights]
+    return all(any(start <= t.data_ptr() < end for start, end in spans) for t in tensors)
 
 
 def learner_of(case: dict[str, Any], folder: Path, name: str, rank: int) -> Learner:

@@ -14,21 +14,24 @@ from typing import Any
 import pytest
 
 from tests.learner import random_model, recorded
+from tests.learner.parity import Case, Oracle
 
 CASES = ("fp32", "bf16")  # in fp32 the optimizer's masters are views of the weights
 RANKS = range(4)
 
 
+Seen = dict[str, list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank saw in each case, after one torchrun of four ranks."""
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What each rank saw in each case of a dense model."""
     folder = tmp_path_factory.mktemp("offload")
     random_model.write(folder / "model")
     vocab = random_model.CONFIG["vocab_size"]
     made = recorded.record(folder, vocab, lambda sample: [-math.log(vocab)] * 99)
     cases = []
     for name in CASES:
-        (folder / name).mkdir()
         config = {
             "actor": {"model": str(folder / "model")},
             "learner": {
@@ -42,6 +45,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         }
         plan = recorded.plan([ref for _, ref in made], 2)
         cases.append({"name": name, "config": config, "plan": asdict(plan)})
+    return run_cases(folder, cases)
+
+
+def run_cases(folder: Path, cases: list[dict[str, Any]]) -> Seen:
+    """What each rank saw in each case, after one torchrun of four ranks."""
+    for case in cases:
+        (folder / case["name"]).mkdir()
     (folder / "cases.json").write_text(json.dumps(cases))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run(
@@ -54,16 +64,38 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return {
-        name: [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in RANKS]
-        for name in CASES
+        case["name"]: [
+            json.loads((folder / f"{case['name']}.{rank}.json").read_text()) for rank in RANKS
+        ]
+        for case in cases
     }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_weights_and_optimizer_are_those_of_a_run_that_sends_nothing_away(
-    seen: dict[str, list[dict[str, Any]]], case: str
+    seen: Seen, case: str
 ) -> None:
-    for rank in seen[case]:
+    assert_equal(seen[case])
+
+
+@pytest.mark.slow
+def test_experts_losses_weights_and_optimizer_are_those_of_a_run_that_sends_nothing_away(
+    tmp_path: Path,
+) -> None:
+    cases = []
+    for family in ("qwen3-moe", "deepseek-v3"):
+        refs = [ref for _, ref in Oracle(family, tmp_path / f"{family}-model").samples]
+        config = Case(family, 2, {"tp": 2, "ep": 2}).config(tmp_path / f"{family}-model")
+        given = {**config.model_dump(), "weight_sync": {"in_place": False}}
+        plan = asdict(recorded.plan(refs, 2))
+        cases.append({"name": family, "config": given, "plan": plan})
+    for ranks in run_cases(tmp_path, cases).values():
+        assert_equal(ranks)
+        assert all(rank["same objects"] and rank["views of the buffers"] for rank in ranks)
+
+
+def assert_equal(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
         assert rank["same metrics"]
         assert rank["differing"] == []
         assert any(name.startswith("exp_avg_sq") for name in rank["names"])
@@ -72,7 +104,7 @@ def test_losses_weights_and_optimizer_are_those_of_a_run_that_sends_nothing_away
 
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_stay_the_same_objects_and_views_of_megatrons_buffer(
-    seen: dict[str, list[dict[str, Any]]], case: str
+    seen: Seen, case: str
 ) -> None:
     for rank in seen[case]:
         assert rank["same objects"]
@@ -80,9 +112,7 @@ def test_parameters_stay_the_same_objects_and_views_of_megatrons_buffer(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_of_the_state_is_on_the_device_while_it_is_away(
-    seen: dict[str, list[dict[str, Any]]], case: str
-) -> None:
+def test_nothing_of_the_state_is_on_the_device_while_it_is_away(seen: Seen, case: str) -> None:
     for rank in seen[case]:
         here = rank["bytes"]
         assert here["none"] == [0, 0, 0]
@@ -92,13 +122,13 @@ def test_nothing_of_the_state_is_on_the_device_while_it_is_away(
 
 
 def test_generation_of_the_weights_rises_each_time_they_come_back(
-    seen: dict[str, list[dict[str, Any]]],
+    seen: Seen,
 ) -> None:
     once = 3 + 3 + 1 + 1  # steps, looks at checksums, a save, the end
     assert {rank["generation"] for rank in seen["fp32"]} == {once}
 
 
-def test_verbs_name_the_parts_that_are_away(seen: dict[str, list[dict[str, Any]]]) -> None:
+def test_verbs_name_the_parts_that_are_away(seen: Seen) -> None:
     told = seen["fp32"][3]["told"]
     away = "LearnerError: {}: the learner's {} offloaded; call onload({}) first"
     everything = ["gradients", "optimizer", "weights"]
