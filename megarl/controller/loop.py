@@ -16,6 +16,7 @@ from megarl.config.schema import Config
 from megarl.controller.colocated import Turn
 from megarl.controller.evaluation import Evaluation
 from megarl.controller.outcome import batch_metrics, mean_over_steps
+from megarl.controller.parity import check_batch
 from megarl.controller.publisher import Publisher
 from megarl.controller.resume import Checkpoints
 from megarl.learner.client import LearnerClient
@@ -57,7 +58,9 @@ class Loop:
             step.add(batch_metrics(groups, batch, self.config))
             step.add(await self.turn.to("learning"))
             with step.timed("score"):
-                step.add(await self.learner.score(batch))  # f
+                scores = await self.learner.score(batch)  # f
+            check_batch(self.config, scores, version)
+            step.add(scores)
             await self.weight_sync.leave_version()
             with step.timed("learn"):
                 steps = [await self.learner.step(m) for m in batch.minibatches]  # f

@@ -6,9 +6,9 @@ Owns the comparison and the verdict. A server samples short responses; the learn
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from megarl.config.bounds import mean_difference_bound
+from megarl.config.bounds import mean_difference_bound, probe_bound
 from megarl.config.schema import Config
 from megarl.controller.colocated import Turn
 from megarl.errors import ParityError
@@ -61,4 +61,22 @@ def check(config: Config, mean: float, baseline: float | None, when: str) -> Non
             f"log-probs of learner and rollout server differ by {mean:.2e} nats in the mean {when} "
             f"(bound {allowed:.0e}): {verdict(mean, allowed, baseline)}. "
             "Raise parity.max_mean_abs_logprob only if you know why they differ"
+        )
+
+
+def check_batch(config: Config, scores: Mapping[str, float], version: int) -> None:
+    """Hold what servers sampled at `version` to the bound of a sync's probe, in a colocated run.
+
+    Its syncs have no probe: servers have no KV cache then. `scores` are the learner's `mismatch/*`
+    of the batch, before its first optimizer step. Raises ParityError.
+    """
+    if config.placement.mode != "colocated" or not config.weight_sync.probe_tokens:
+        return
+    mean, allowed = scores["mismatch/mean_abs_logprob"], probe_bound(config)
+    if not mean <= allowed:  # also where it is not a number
+        raise ParityError(
+            f"what servers sampled at version {version} has log-probs that differ from the "
+            f"learner's by {mean:.2e} nats in the mean (bound {allowed:.0e}); the weights were not "
+            "changed. Parameters had the learner's checksums, so suspect what the engine derives "
+            "from them after its memory was released. weight_sync.probe_tokens = 0 turns this off"
         )
