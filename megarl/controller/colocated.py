@@ -55,8 +55,14 @@ def stages(placement: PlacementConfig) -> Mapping[StageName, Stage]:
     }
 
 
-FIRST_KEPT = stages(PlacementConfig())["starting"].servers
-"""What servers hold while the learner starts beside them."""
+def kept_at_start(config: Config, is_resumed: bool) -> frozenset[str]:
+    """What servers hold while the learner starts beside them.
+
+    Their weights only where parity at start is to compare what they loaded themselves.
+    """
+    if config.parity.enabled and not is_resumed:
+        return stages(config.placement)["starting"].servers
+    return frozenset()
 
 
 class Turn:

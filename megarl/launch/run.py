@@ -22,7 +22,7 @@ from typing import Any
 
 from megarl.config.record import environment_record
 from megarl.config.schema import Config
-from megarl.controller.colocated import FIRST_KEPT
+from megarl.controller.colocated import kept_at_start
 from megarl.controller.training import finished_version, load_inputs, train
 from megarl.errors import LaunchError, LearnerError
 from megarl.launch.cleanup import sweep_run
@@ -193,7 +193,8 @@ class EngineRun:
                     self._progress.note(f"placement.mode=colocated: {ON_CPUS}")
                 await self._servers_ready(servers)
                 await servers.hold_starts()
-                await servers.occupation.give(keep=FIRST_KEPT)
+                is_resumed = finished_version(run_dir) > 0
+                await servers.occupation.give(kept_at_start(self._config, is_resumed))
             process = await self._launcher.start_learner()
             engines = [self._timed(self._learner_ready(endpoint), "learner ready")]
             if not is_colocated:

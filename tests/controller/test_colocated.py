@@ -15,8 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.schema import Config
-from megarl.controller.colocated import ColocatedTurn, StageName, make_turn, stages
+from megarl.config.schema import Config, ParityConfig
+from megarl.controller.colocated import (
+    ColocatedTurn,
+    StageName,
+    kept_at_start,
+    make_turn,
+    stages,
+)
 from megarl.controller.memory import MIB
 from megarl.errors import DeviceMemoryError, WeightSyncError
 from megarl.learner.client import LearnerClient
@@ -271,6 +277,13 @@ async def test_turn_waits_for_a_server_that_rejoins(tmp_path: Path) -> None:
         assert "optimizer" not in devices.learner
     await going
     assert devices.learner == set(PARTS)
+
+
+def test_servers_keep_their_weights_at_start_only_to_be_compared_with_the_learner() -> None:
+    assert kept_at_start(config(), is_resumed=False) == {"weights"}
+    assert kept_at_start(config(), is_resumed=True) == frozenset()
+    unchecked = config().model_copy(update={"parity": ParityConfig(enabled=False)})
+    assert kept_at_start(unchecked, is_resumed=False) == frozenset()
 
 
 async def test_disaggregated_run_moves_nothing(tmp_path: Path) -> None:
