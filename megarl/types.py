@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
+from urllib.parse import urlsplit
 
 from megarl.errors import ShapeError
 
@@ -193,6 +194,15 @@ class ServerEndpoint:
     gpus: tuple[int, ...] = ()
     ep: int = 1
     attention_dp: int = 1
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL's host is a machine as seen from itself only.
+
+    >>> is_loopback("http://localhost:1"), is_loopback("http://10.0.0.7:30000")
+    (True, False)
+    """
+    return (urlsplit(url).hostname or "").startswith(("127.", "localhost", "::1"))
 
 
 @dataclass(frozen=True, slots=True)

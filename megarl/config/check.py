@@ -22,6 +22,7 @@ from megarl.config.check_model import (
     longest_sample,
 )
 from megarl.config.check_parallel import check_ranks, check_runnable, check_servers
+from megarl.config.check_servers import check_sync, check_urls
 from megarl.config.layouts import learner_layout, trained_shape
 from megarl.config.schema import Config
 from megarl.config.transformer_fields import field_violations
@@ -76,6 +77,8 @@ def check_settings(config: Config) -> list[Violation]:
         check_runnable,
         _lengths,
         _probe,
+        check_urls,
+        check_sync,
         _transformer_fields,
         _prompts,
         _reward,

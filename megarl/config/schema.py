@@ -7,9 +7,9 @@ is its `--help` and its line in docs/settings.md.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megarl.config.group import (
     Group,
@@ -24,6 +24,7 @@ from megarl.config.parallel import (
     RolloutParallelConfig,
     RolloutPrecisionConfig,
 )
+from megarl.config.weight_sync import WeightSyncConfig
 
 
 class RunConfig(Group):
@@ -97,6 +98,11 @@ class RolloutConfig(Group):
     """Responses being generated at one time, over all servers."""
     servers: Positive = 1
     """Number of servers, each with `rollout.parallel.tp` x `rollout.parallel.pp` ranks."""
+    urls: list[str] = []
+    """SGLang servers that run already, as `http://host:port`, instead of servers that the run
+    starts. They must serve `actor.model` with `rollout.parallel.tp`, and are neither started anew
+    nor ended. `servers` is then their number. Keys that open them are taken from the variables
+    MEGARL_ROLLOUT_API_KEY and MEGARL_ROLLOUT_ADMIN_KEY."""
     sampling: SamplingConfig = SamplingConfig()
     parallel: RolloutParallelConfig = RolloutParallelConfig()
     precision: RolloutPrecisionConfig = RolloutPrecisionConfig()
@@ -105,6 +111,15 @@ class RolloutConfig(Group):
     engine_args: dict[str, int | float | str | bool] = {}
     """SGLang server arguments that megarl does not model, by field name; unknown ones are
     refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_urls(cls, values: Any) -> Any:
+        """`servers` is the number of `urls` where only these are given."""
+        urls = values.get("urls") if isinstance(values, dict) else None
+        if isinstance(urls, list) and urls and "servers" not in values:
+            return {**values, "servers": len(urls)}
+        return values
 
 
 class PrecisionConfig(Group):
@@ -216,36 +231,6 @@ class LoopConfig(Group):
     """Passes of the loop; each ends with a weight sync that makes the next policy version."""
     max_staleness: Literal[0] = 0
     """Oldest sample the learner may use, in policy versions behind. 0 is strictly synchronous."""
-
-
-class WeightSyncConfig(Group):
-    """Stage g."""
-
-    mode: Literal["auto", "shared"] = "auto"
-    """`auto`: each pair of ranks by where the two are: through memory that they share on one node,
-    by messages between nodes. `shared`: through shared memory, refused unless all is on one node.
-    """
-    bucket_mib: Positive = 64
-    """Largest message between nodes, in MiB; one tensor's part may be larger."""
-    gpu_arenas: Literal["auto", "never"] = "auto"
-    """`auto`: on GPUs, servers of the learner's node read its memory by CUDA IPC where the driver
-    allows it. `never`: through host memory, for learner and servers in containers with PID
-    namespaces of their own, between which CUDA IPC does not work."""
-    in_place: bool = True
-    """On CPUs: keep the learner's weights in shared memory (/dev/shm), where servers of its node
-    read them without a copy made for that. `false`: copy them there for every sync."""
-    pause: Literal["retract", "in_place", "abort"] = "retract"
-    """What becomes of requests that run on a server when it is synced; none gets a token meanwhile.
-    `retract`: they wait and go on, their KV cache computed anew with the new weights. `in_place`:
-    they go on with the KV cache of the old weights, which is not emptied; servers then share no
-    prefix between requests and do not overlap scheduling. `abort`: they end, and are asked again.
-    """
-    probe_tokens: NonNegative = 16
-    """Tokens that each server scores after a sync, and that must get the learner's log-probs
-    before the server is used: in the mean within `parity.max_mean_abs_logprob`, or where that is 0
-    within 1e-4 nats for fp32, 0.2 for bf16, 0.5 for float8 servers. With `placement.mode` =
-    `colocated`, where a server has no KV cache during a sync, all that servers sampled is held to
-    this instead, before it is learned from. 0 does without."""
 
 
 class CheckpointConfig(Group):
@@ -370,6 +355,11 @@ class Config(Group):
     def rollout_processes(self) -> int:
         """Ranks of all rollout servers."""
         return self.rollout.servers * self.rollout.parallel.num_ranks
+
+    @property
+    def started_servers(self) -> int:
+        """Servers that the run starts: none where it is given URLs."""
+        return 0 if self.rollout.urls else self.rollout.servers
 
     @property
     def worst_staleness_steps(self) -> int:

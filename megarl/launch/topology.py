@@ -71,7 +71,8 @@ class Topology:
         """One line for the log, such as `learner on n1, servers on n2, n2`."""
         learner = "+".join(node.name for node in self.learner.nodes)
         servers = ", ".join(seat.nodes[0].name for seat in self.servers)
-        return f"learner on {learner}, servers on {servers}"
+        where = f"on {servers}" if servers else "by their URLs"
+        return f"learner on {learner}, servers {where}"
 
 
 def make_topology(config: Config, environ: Mapping[str, str]) -> Topology:
@@ -220,18 +221,18 @@ def _place_on_cpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[S
         places = _shared(config, learner.nodes, ranks // num_learner_nodes)
         return learner, tuple(Seat((node,), None) for node, _ in places)
     others = nodes[num_learner_nodes:] or nodes
-    servers = tuple(Seat((others[i % len(others)],), None) for i in range(config.rollout.servers))
+    servers = tuple(Seat((others[i % len(others)],), None) for i in range(config.started_servers))
     return Seat(tuple(nodes[:num_learner_nodes]), None), servers
 
 
 def _place_on_gpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[Seat, ...]]:
     ranks, tp = config.learner_processes, config.rollout.parallel.tp
     per_node, is_colocated = nodes[0].num_gpus, config.placement.mode == "colocated"
-    need = f"{ranks} learner + {config.rollout.servers} x {tp} rollout GPUs"
+    need = f"{ranks} learner + {config.started_servers} x {tp} rollout GPUs"
     need = f"{ranks} GPUs for learner and servers" if is_colocated else need
     have = f"{len(nodes)} node(s) with {per_node} GPU(s) each"
     num_learner_nodes = -(-ranks // per_node) if per_node else 0
-    is_too_wide = tp > per_node and not is_colocated
+    is_too_wide = tp > per_node and not is_colocated and config.started_servers > 0
     if not per_node or num_learner_nodes > len(nodes) or is_too_wide:
         raise ConfigError(f"the run needs {need}, the job has {have}; ask for more, or run smaller")
     if ranks % num_learner_nodes:
@@ -247,12 +248,12 @@ def _place_on_gpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[S
     others = nodes[num_learner_nodes:]
     free = [(node, start) for node in others for start in _slots(0, per_node, tp)]
     free += [(node, start) for node in learner.nodes for start in _slots(on_each, per_node, tp)]
-    if len(free) < config.rollout.servers:
+    if len(free) < config.started_servers:
         raise ConfigError(
             f"the run needs {need}, the job has {have}, with room for {len(free)} server(s) "
             f"of tp {tp} beside the learner; ask for more nodes, or lower rollout.servers"
         )
-    taken = free[: config.rollout.servers]
+    taken = free[: config.started_servers]
     return learner, tuple(Seat((node,), (start, start + tp)) for node, start in taken)
 
 

@@ -27,7 +27,7 @@ from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport
 
 if TYPE_CHECKING:
     from megarl.learner.passes import Scores
-    from megarl.weight_sync.session import WeightSync
+    from megarl.weight_sync.modes import ModalSync
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Learner:
         self._old = KeptLogProbs()
         self._reference_logprobs = KeptLogProbs()
         self._reference = self._build_reference()
-        self._weight_sync: WeightSync | None = None
+        self._weight_sync: ModalSync | None = None
         if stored.num_mtp_layers and rank == 0:
             log.warning(
                 "layers for multi-token prediction are left out: not loaded, trained or published "

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from megarl.learner.addresses import listen_address
 from megarl.learner.shared_weights import run_id
 from megarl.nodes import node_name
 from megarl.weight_sync.control import SourceSpec
+from megarl.weight_sync.modes import ModalSync, ModeSettings
 from megarl.weight_sync.places import Place
 from megarl.weight_sync.probe import Probe, probe_tokens
 from megarl.weight_sync.session import WeightSync
@@ -39,28 +41,30 @@ def _arenas(config: Config) -> Policy:
     return "released" if config.placement.mode == "colocated" else "kept"
 
 
-def build_weight_sync(learner: Learner) -> WeightSync:
+def build_weight_sync(learner: Learner) -> ModalSync:
     """This rank's half of stage g, over its live weights. Collective over all learner ranks.
 
     Its group is Gloo's, also on GPUs: an idle NCCL group would hold a device that a server needs.
     """
     config, ranks = learner.config, learner.ranks
     on_cpu = ranks.device.type == "cpu"
-    return WeightSync(
+    source = SourceSpec(
+        learner.shape,
+        ranks.mesh,
+        forms=learner_forms(config),
+        pipeline=learner_pipeline(config, learner.shape),
+    )
+    dtype, timeout = config.learner.precision.params, config.deadline.sync_s + STAGING_S
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    host, score = listen_address(), probe_of(learner)
+    exact = WeightSync(
         run_id=run_id(),
-        source=SourceSpec(
-            learner.shape,
-            ranks.mesh,
-            forms=learner_forms(config),
-            pipeline=learner_pipeline(config, learner.shape),
-        ),
+        source=source,
         rank=ranks.rank,
         parameters=learner.weights,
-        dtype=config.learner.precision.params,
-        group=dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=config.deadline.sync_s + STAGING_S)
-        ),
-        host=listen_address(),
+        dtype=dtype,
+        group=group,
+        host=host,
         cpu_servers=on_cpu,
         server_mesh=replace(server_mesh(config, learner.shape, on_cpu), pp=1, servers=1),
         deadline_s=config.deadline.sync_s,
@@ -69,7 +73,32 @@ def build_weight_sync(learner: Learner) -> WeightSync:
         arenas=_arenas(config),
         memory=learner.shared_memory,
         pause=config.weight_sync.pause,
-        probe=probe_of(learner),
+        probe=score,
+    )
+    return ModalSync(
+        exact,
+        source,
+        ranks.rank,
+        learner.weights,
+        dtype,
+        group=group,
+        host=host,
+        settings=mode_settings(config),
+        score=score,
+    )
+
+
+def mode_settings(config: Config) -> ModeSettings:
+    """What the run's settings say of the modes of a sync."""
+    sync = config.weight_sync
+    return ModeSettings(
+        mode=sync.mode,
+        hf_via=sync.hf_route,
+        pause=sync.pause,
+        deadline_s=config.deadline.sync_s,
+        bucket_bytes=sync.bucket_mib << 20,
+        disk=Path(sync.disk_dir).absolute() / config.run.name,
+        model=Path(config.actor.model),
     )
 
 

@@ -55,6 +55,11 @@ async def model_info(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> M
     return dict(text)
 
 
+async def server_info(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> Mapping[str, Any]:
+    """What the server was started with. Raises RolloutError."""
+    return dict(await _call(http, "GET", endpoint, "/server_info", endpoint.api_key))
+
+
 async def freeze_gc(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> None:
     """Exempt what is loaded by now from garbage collection, in all of the server's processes.
 

@@ -87,6 +87,31 @@ class Server:
         return f"{self.name}, incarnation {self.endpoint.incarnation}, is {state}{refused}"
 
 
+def own_servers(
+    config: Config,
+    hosts: Sequence[str],
+    nodes: Sequence[str],
+    gpus: Sequence[tuple[int, ...]],
+) -> list[Server]:
+    """Servers that the run starts, before they are: see `ServerPool` for the arguments."""
+    hosts = hosts or ["127.0.0.1"] * config.rollout.servers
+    assert len(hosts) == config.rollout.servers, (hosts, config.rollout.servers)
+    parallel, found = config.rollout.parallel, []
+    for index, host in enumerate(hosts):
+        endpoint = ServerEndpoint(
+            f"server-{index}",
+            "",
+            parallel.tp,
+            0,
+            nodes=(nodes[index],) * parallel.tp if nodes else (),
+            gpus=gpus[index] if gpus else (),
+            ep=parallel.ep,
+            attention_dp=parallel.attention_dp,
+        )
+        found.append(Server(index, host, endpoint))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Starter:
     """Brings servers of one run up. `run_dir/logs` gets one log for each incarnation."""
@@ -98,6 +123,11 @@ class Starter:
     api_key: str = field(repr=False)
     admin_key: str = field(repr=False)
     http: aiohttp.ClientSession
+
+    @property
+    def max_restarts(self) -> float:
+        """How often one server is started again."""
+        return self.config.launch.max_restarts
 
     async def bring_up(self, server: Server, incarnation: int, taken: Container[int]) -> None:
         """Start the process and wait for its health, on a port that is not in `taken`.

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -24,11 +24,21 @@ import aiohttp
 from megarl.config.schema import Config
 from megarl.errors import MegarlError, RolloutError
 from megarl.linux import tree_rss_bytes
-from megarl.rollout import control
+from megarl.rollout import control, external
 from megarl.rollout.command import Device
+from megarl.rollout.external import Connector
 from megarl.rollout.occupation import Occupation
 from megarl.rollout.proved import ProvedVersions
-from megarl.rollout.server import Server, Spawn, Starter, State, described, log_end, url_port
+from megarl.rollout.server import (
+    Server,
+    Spawn,
+    Starter,
+    State,
+    described,
+    log_end,
+    own_servers,
+    url_port,
+)
 from megarl.types import ServerEndpoint, SyncReport
 
 log = logging.getLogger(__name__)
@@ -43,7 +53,8 @@ class ServerPool:
     and gpus[i] say where its ranks run (see ServerEndpoint); `run_dir/logs` gets the logs.
 
     `on_restart` is called with a restarted server's endpoint, and must publish the current policy
-    to it.
+    to it. Servers of `rollout.urls` are neither started nor ended: one that does not answer is
+    dead, and back, as a new incarnation, when it answers again.
     """
 
     def __init__(
@@ -71,21 +82,12 @@ class ServerPool:
         self._num_starting = 0  # of restarts only
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_doubt: dict[ServerEndpoint, int] = {}  # with the version it was routable at
-        self._starter: Starter | None = None
-        hosts = hosts or ["127.0.0.1"] * config.rollout.servers
-        assert len(hosts) == config.rollout.servers, (hosts, config.rollout.servers)
-        parallel = config.rollout.parallel
-        first = ServerEndpoint(
-            "", "", parallel.tp, 0, ep=parallel.ep, attention_dp=parallel.attention_dp
+        self._starter: Starter | Connector | None = None
+        self._servers = (
+            external.servers(config, os.environ)
+            if config.rollout.urls
+            else own_servers(config, hosts, nodes, gpus)
         )
-        self._servers = [
-            Server(index, host, replace(first, name=f"server-{index}"))
-            for index, host in enumerate(hosts)
-        ]
-        for server, node in zip(self._servers, nodes, strict=False):
-            server.endpoint = replace(server.endpoint, nodes=(node,) * parallel.tp)
-        for server, mine in zip(self._servers, gpus, strict=False):
-            server.endpoint = replace(server.endpoint, gpus=mine)
 
     async def start(self) -> None:
         """Start all servers and wait until each is healthy; they are unsynced then.
@@ -93,15 +95,7 @@ class ServerPool:
         Raises ConfigError for a taken port or unusable arguments, RolloutError with the end of the
         log of the first server that fails or is late. The pool must be closed in any case.
         """
-        self._starter = Starter(
-            self._config,
-            self._run_dir,
-            self._spawn,
-            self._device,
-            api_key=secrets.token_urlsafe(24),
-            admin_key=secrets.token_urlsafe(24),
-            http=aiohttp.ClientSession(),
-        )
+        self._starter = self._make_starter()
         starts = [asyncio.create_task(self._bring_up(server, 0)) for server in self._servers]
         try:
             await asyncio.gather(*starts)
@@ -111,8 +105,22 @@ class ServerPool:
             await self._set(server, "unsynced")
             self._in_background(self._watch(server))
 
+    def _make_starter(self) -> Starter | Connector:
+        http = aiohttp.ClientSession()
+        if self._config.rollout.urls:
+            return Connector(self._config, http)
+        return Starter(
+            self._config,
+            self._run_dir,
+            self._spawn,
+            self._device,
+            api_key=secrets.token_urlsafe(24),
+            admin_key=secrets.token_urlsafe(24),
+            http=http,
+        )
+
     async def aclose(self) -> None:
-        """Kill every server and wait until they are gone."""
+        """Kill every server that the run has started, and wait until they are gone."""
         self._is_closing = True
         await _cancelled(list(self._tasks))
         handles = [server.handle for server in self._servers if server.handle is not None]
@@ -319,7 +327,8 @@ class ServerPool:
                 pass
 
     async def _is_restarted(self, server: Server) -> bool:
-        limit = self._config.launch.max_restarts
+        assert self._starter is not None
+        limit = self._starter.max_restarts
         if server.num_restarts >= limit:
             raise RolloutError(
                 f"{server.name} failed again after launch.max_restarts={limit} restarts: "

@@ -20,9 +20,10 @@ from megarl.weight_sync.control import LOAD_FORMAT
 Verdict = Literal["proved", "refused", "unproved"]
 
 UNQUANTIZED = "none"  # SGLang says null, or "unquant"
-_DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 _PUBLISH = "tests/weight_sync/test_publish.py"
 _FAMILIES = "tests/weight_sync/test_families.py"
+_MODES = "tests/weight_sync/test_modes.py"
+_WITH_EXPERTS = tuple(name for name, family in FAMILIES.items() if family.experts != "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,6 @@ _FOUR_BITS = (
     "mlx_q4",
 )
 _EIGHT_BITS = (
-    "fp8",
     "mxfp8",
     "modelopt",
     "modelopt_fp8",
@@ -119,8 +119,8 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "refused",
-        "the weight sync writes unquantized parameters only; scales are not computed by the "
-        "learner yet",
+        "its scales are not those of fp8 in square blocks, which are the only ones that the "
+        "learner computes",
         quantizations=_EIGHT_BITS,
     ),
     Row(
@@ -128,25 +128,25 @@ ROWS: tuple[Row, ...] = (
         "flashinfer_cutlass loads experts as [up, gate] (load_up_proj_weight_first), and the sync "
         "writes [gate, up]",
         moe_backends=("flashinfer_cutlass",),
-        architectures=tuple(name for name, f in FAMILIES.items() if f.experts != "none"),
+        architectures=_WITH_EXPERTS,
     ),
     Row(
         "refused",
         "triton_kernel keeps experts transposed, which no layout describes",
         moe_backends=("triton_kernel",),
-        architectures=tuple(name for name, f in FAMILIES.items() if f.experts != "none"),
+        architectures=_WITH_EXPERTS,
     ),
     Row(
         "refused",
         "this MoE backend repacks experts for Marlin kernels in place",
         moe_backends=_MARLIN_MOE,
-        architectures=tuple(name for name, f in FAMILIES.items() if f.experts != "none"),
+        architectures=_WITH_EXPERTS,
     ),
     Row(
         "refused",
         "this MoE backend shuffles experts into blocks after loading, which no layout describes",
         moe_backends=_SHUFFLED_MOE,
-        architectures=tuple(name for name, f in FAMILIES.items() if f.experts != "none"),
+        architectures=_WITH_EXPERTS,
     ),
     Row(
         "proved",
@@ -162,9 +162,20 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "proved",
-        "checksums of every parameter and log-probs after each of two syncs, with real servers",
+        "checksums of every parameter and log-probs after it, with real servers of TP2",
         devices=("cpu",),
         quantizations=(UNQUANTIZED,),
+        sglang_versions=("0.5.23",),
+        architectures=("Qwen2ForCausalLM", "LlamaForCausalLM"),
+        shown_by=(f"{_MODES}::test_hf_and_disk_leave_in_a_tp2_server_what_exact_leaves",),
+    ),
+    Row(
+        "proved",
+        "checksums of every parameter and log-probs after it, with real servers of TP1 and TP2, "
+        "with EP2 too",
+        devices=("cpu",),
+        quantizations=(UNQUANTIZED,),
+        moe_backends=("auto",),
         sglang_versions=("0.5.23",),
         architectures=("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
         shown_by=(

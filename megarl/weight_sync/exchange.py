@@ -20,7 +20,7 @@ from megarl.weight_sync import coverage
 from megarl.weight_sync.acks import Ack, AckBoard
 from megarl.weight_sync.control import LOAD_FORMAT, ControlMessage, encode
 from megarl.weight_sync.parcels import server_member
-from megarl.weight_sync.probe import Probe, largest_difference
+from megarl.weight_sync.probe import CHECKED, Probe, largest_difference
 from megarl.weight_sync.server_calls import CLOSING_S, SHORTEST_S, PauseMode, ServerCalls
 
 MARGIN_S = 5.0  # at most: ranks stop waiting for each other so long before the server is given up
@@ -65,16 +65,35 @@ def hand_over(
     pause: PauseMode,
     write: Callable[[], Written],
     get_probe: Callable[[], Probe | None],
+    *,
+    in_session: bool = True,
+    suspect: str = CHECKED,
 ) -> tuple[Written, float | None]:
     """The order of one sync of one server, whatever `write` does between opening and closing it.
 
-    Pause, open, write (and prove what was written), close, label, resume, probe. Returns what
-    `write` did and the largest difference of the probe, None without one. Raises what went wrong
+    Pause, open, write (and prove what was written), close, label, resume, probe. Without
+    `in_session` nothing is opened or closed; `suspect` is what to say of a probe that differs.
+    Returns what `write` did and the largest difference of the probe, None without one. Raises what
+    went wrong
     first; the server is then left paused, and under no label that was committed for these weights:
     one that fails before the label keeps its old one, and one that fails after it loses its running
     requests, which may have tokens of the new weights.
     """
     calls.pause(pause)
+    written = _in_session(calls, write) if in_session else write()
+    calls.set_version(str(version))  # before the resume, so that no token has the old label
+    try:
+        calls.resume()
+        probe = get_probe()
+        if probe is None:
+            return written, None
+        return written, largest_difference(probe, calls.score(probe.token_ids), suspect)
+    except Exception as error:
+        _take_back(calls, version, error)
+        raise
+
+
+def _in_session(calls: ServerCalls, write: Callable[[], Written]) -> Written:
     calls.begin()
     try:
         written = write()
@@ -83,16 +102,7 @@ def hand_over(
             calls.end()
         raise
     calls.end()
-    calls.set_version(str(version))  # before the resume, so that no token has the old label
-    try:
-        calls.resume()
-        probe = get_probe()
-        if probe is None:
-            return written, None
-        return written, largest_difference(probe, calls.score(probe.token_ids))
-    except Exception as error:
-        _take_back(calls, version, error)
-        raise
+    return written
 
 
 def _take_back(calls: ServerCalls, version: int, why: Exception) -> None:

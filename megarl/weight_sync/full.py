@@ -28,7 +28,8 @@ from megarl.reshard.layout import Layout, LocalTensor, Piece, RankLayout, num_el
 from megarl.reshard.placement import Device, Placement
 from megarl.reshard.plan import Move
 from megarl.reshard.store import cached_plan
-from megarl.weight_sync.control import WIRE_DTYPES
+from megarl.weight_sync.formats import WireFormat, wire_format
+from megarl.weight_sync.together import answering
 
 _GOES_ON, _NOT_WANTED, _FAILED = range(3)
 
@@ -93,11 +94,11 @@ class FullPolicy:
         bucket_bytes: int = 64 << 20,
     ) -> None:
         served = replace(shape, num_mtp_layers=0)
-        table, wire = block_table(served), WIRE_DTYPES[dtype]
+        table, wire = block_table(served), wire_format(dtype, layout)
         self._rank, self._parameters, self._group = rank, parameters, group
         self.buckets = cut_buckets(served, table, wire, bucket_bytes)
         where = Placement(dict(enumerate(devices)), {0: devices[0]}) if devices else None
-        plan = cached_plan(layout, checkpoint_layout(table), where, wire.itemsize)
+        plan = cached_plan(layout, checkpoint_layout(table), where, wire.policy.itemsize)
         self._dtypes = {t.name: t.dtype for bucket in self.buckets for t in bucket.tensors}
         place = {
             tensor.name: (bucket.number, position)
@@ -123,9 +124,12 @@ class FullPolicy:
         """
         for bucket in self.buckets:
             packed, error = self._packed(bucket.number)
-            if not self._agreed(error, wanted()):
-                return
-            yield bucket, self._exchanged(bucket, packed)
+            with answering():
+                if not self._agreed(error, wanted()):
+                    return
+                data = self._exchanged(bucket, packed)
+            yield bucket, data
+            del data
 
     def _packed(self, number: int) -> tuple[torch.Tensor | None, str]:
         """What this rank sends to rank 0 for one bucket; text instead of an exception."""
@@ -218,7 +222,7 @@ def stored_shape(parameter: Parameter) -> tuple[int, ...]:
 
 
 def cut_buckets(
-    shape: ModelShape, table: BlockTable, dtype: torch.dtype, bucket_bytes: int
+    shape: ModelShape, table: BlockTable, wire: WireFormat, bucket_bytes: int
 ) -> tuple[FullBucket, ...]:
     """All tensors in buckets of at most so many bytes, in the order of the forward pass.
 
@@ -246,7 +250,7 @@ def cut_buckets(
             (own.kind, parameter)
             for own, parameter in zip(table.kinds[block.kind], table.of(block), strict=True)
         ]
-        sets = _fused_sets(shape, block.kind, parameters, dtype)
+        sets = _fused_sets(shape, block.kind, parameters, wire)
         if size(held) + sum(map(size, sets)) > bucket_bytes:
             close()
         for together in sets:
@@ -261,7 +265,7 @@ def _fused_sets(
     shape: ModelShape,
     block: str,
     parameters: Sequence[tuple[str, Parameter]],
-    dtype: torch.dtype,
+    wire: WireFormat,
 ) -> list[list[FullTensor]]:
     """One block's tensors, in their order, in sets that one call must bring together."""
     leader: dict[str, str] = {}  # of each kind, the first kind that SGLang fuses it with
@@ -270,7 +274,7 @@ def _fused_sets(
         leader.update(dict.fromkeys(held.kinds, first))
     sets: dict[tuple[str, int], list[FullTensor]] = {}
     for kind, parameter in parameters:
-        own = torch.float32 if parameter.precision == "float32" else dtype
+        own = wire.of_precision(parameter.precision)
         for number, name in enumerate(parameter.stored_names()):
             expert = number if parameter.stacked else -1
             tensor = FullTensor(name, stored_shape(parameter), own)

@@ -15,6 +15,12 @@ from dataclasses import dataclass
 
 from megarl.errors import WeightSyncError
 
+CHECKED = (
+    "Its parameters have the learner's checksums, so suspect what the engine derives from them: "
+    "caches, scales, fused or packed copies"
+)
+"""What to say of log-probs that differ although checksums agree."""
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -40,10 +46,11 @@ def probe_tokens(num_scored: int, vocab_size: int, seed: int) -> tuple[int, ...]
     return tuple(draw.randrange(vocab_size) for _ in range(num_scored + 1 if num_scored else 0))
 
 
-def largest_difference(probe: Probe, scored: Sequence[float]) -> float:
+def largest_difference(probe: Probe, scored: Sequence[float], suspect: str = CHECKED) -> float:
     """The largest absolute difference to what a server scored, in nats.
 
-    Raises WeightSyncError where the mean is above the probe's bound, naming the worst position.
+    Raises WeightSyncError where the mean is above the probe's bound, naming the worst position and
+    what to `suspect`.
 
     >>> probe = Probe((7, 8, 9), (-1.0, -2.0), bound=0.1)
     >>> round(largest_difference(probe, [-1.05, -2.1]), 3)
@@ -65,8 +72,7 @@ them: caches, scales, fused or packed copies
             f"its log-probs are not the learner's: they differ by {mean:.3g} nats in the mean of "
             f"{len(pairs)} tokens (bound {probe.bound:.3g}), most for token "
             f"{probe.token_ids[worst + 1]} at position {worst + 1}, {theirs:.6g} on the server and "
-            f"{ours:.6g} in the learner. Its parameters have the learner's checksums, so suspect "
-            "what the engine derives from them: caches, scales, fused or packed copies"
+            f"{ours:.6g} in the learner. {suspect}"
         )
     return max(differences)
 

@@ -37,7 +37,7 @@ from megarl.weight_sync.probe import PendingProbe, Probe
 from megarl.weight_sync.quantized import by_layer
 from megarl.weight_sync.sender import Sender
 from megarl.weight_sync.server_calls import PauseMode
-from megarl.weight_sync.together import from_all, from_first
+from megarl.weight_sync.together import from_all, from_first, settle_probe
 from megarl.weight_sync.transport.arenas import Policy
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.shared import Arena, ArenaRef
@@ -99,9 +99,9 @@ class WeightSync:
         self._server_mesh = replace(server_mesh or ServerMesh(), cpu=cpu_servers)
         self._bucket_bytes, self._pause, self._probe = bucket_bytes, pause, probe
         self._places = from_all(group, place or Place("", rank))
-        self._devices = learner_devices(self._places)
+        self.devices = learner_devices(self._places)
         self.sender = Sender(
-            run_id, source, rank, parameters, dtype, self._devices, bucket_bytes, arenas, memory
+            run_id, source, rank, parameters, dtype, self.devices, bucket_bytes, arenas, memory
         )
         self._board = AckBoard(host) if rank == 0 else None
         self._generations: dict[ServerKind, int] = {}
@@ -130,7 +130,9 @@ class WeightSync:
         until = start + self._deadline_s
         sending = self._start_sending(order, until)
         driving = self._start_driving(order, servers, staged, until) if first else None
-        self._settle_probe(order, driving)  # on all ranks together, while servers take the weights
+        # On all ranks together, while servers take the weights; its errors come with the report.
+        score, pending = self._probe if order.targets else None, driving and driving.probe
+        settle_probe(self._group, self._rank, score, pending)
         mine = self._deliver(order, servers, driving, until) if driving else None
         report = from_first(self._group, mine)
         for server, thread in sending.items():
@@ -222,30 +224,6 @@ class WeightSync:
             peers.tell(order.store, sent_key(*at, self._rank), word.to_json(), until)
         except (MegarlError, RuntimeError) as error:  # rank 0 names who has not said anything
             log.warning("word not given rank=%d server=%s %s", self._rank, target.server, error)
-
-    def _settle_probe(self, order: Order, driving: _Driving | None) -> None:
-        """Score the probe on all ranks and give it to those who publish.
-
-        Its errors are raised on all ranks with the report. Raises WeightSyncError where a rank has
-        ended.
-        """
-        probe, wrong = None, "the learner's ranks did not score the probe together"
-        try:
-            if self._probe is not None and order.targets:
-                probe, mine = self._scored(self._probe)
-                wrong = "; ".join(text for text in from_all(self._group, mine) if text)
-            else:
-                wrong = ""
-        finally:
-            if driving is not None:
-                driving.probe.settle(probe, wrong)
-
-    def _scored(self, score: Callable[[], Probe]) -> tuple[Probe | None, str]:
-        """The probe, or why this rank has none."""
-        try:
-            return score(), ""
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's word
-            return None, f"learner rank {self._rank} could not score the probe: {in_words(error)}"
 
     def _start_driving(
         self,
@@ -352,7 +330,7 @@ class WeightSync:
                 arenas=arenas,
                 store=order.store,
                 token=target.token,
-                source_devices=self._devices,
+                source_devices=self.devices,
                 devices=target.kind.devices,
                 members=route.members,
                 bucket_bytes=self._bucket_bytes,

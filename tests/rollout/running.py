@@ -146,6 +146,7 @@ class FakeServer:
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/health", self._ready)
         app.router.add_get("/model_info", self._info)
+        app.router.add_get("/server_info", self._server_info)
         app.router.add_post("/freeze_gc", self._freeze_gc)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
@@ -155,6 +156,7 @@ class FakeServer:
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self.port = int(self._runner.addresses[0][1])
 
     async def _ready(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.is_healthy else 503)
@@ -166,6 +168,10 @@ class FakeServer:
     async def _info(self, request: web.Request) -> web.Response:
         self._check(request, self.api_key)
         return web.json_response({"weight_version": str(self.version)})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        self._check(request, self.api_key)
+        return web.json_response({})
 
     async def _freeze_gc(self, request: web.Request) -> web.Response:
         self._check(request, self.admin_key)

@@ -1,4 +1,4 @@
-"""Tiny policies of the families with routed experts: weights by seed, checkpoints, log-probs.
+"""Tiny policies of every family: weights by seed, checkpoints, log-probs.
 
 Sizes divide over two ranks of a CPU server, which pads what does not.
 """
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import LatentAttention, ModelShape
+from tests.reshard.models import tiny_shape
 from tests.reshard.sglang_checkpoints import YARN, hf_config, moe_shape
 from tests.weight_sync import tiny
 
@@ -28,6 +29,8 @@ _EXPERTS = {"expert_intermediate_size": 64, "shared_intermediate_size": 64}
 
 SHAPES: dict[str, ModelShape] = {
     "dense": tiny.SHAPE,
+    "qwen2": tiny_shape("Qwen2ForCausalLM", **{**_SIZES, "rope_theta": 10000.0}),
+    "llama": tiny_shape("LlamaForCausalLM", **{**_SIZES, "rope_theta": 10000.0}),
     "qwen3_moe": moe_shape(
         "Qwen3MoeForCausalLM", experts={**_EXPERTS, "dense_layers": ()}, **_SIZES
     ),

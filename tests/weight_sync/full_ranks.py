@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,14 +18,30 @@ import torch.distributed as dist
 
 from megarl.actor.parameters import parameter_table
 from megarl.actor.shape import ModelShape
-from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh
 from megarl.reshard.placement import Device
+from megarl.types import ServerEndpoint, SyncReport
+from megarl.weight_sync import stock_routes
+from megarl.weight_sync.checkpoint_files import CheckpointWriter
 from megarl.weight_sync.control import WIRE_DTYPES, SourceSpec
-from megarl.weight_sync.disk import CheckpointWriter
-from megarl.weight_sync.full import FullPolicy
+from megarl.weight_sync.full import FullBucket, FullPolicy
+from megarl.weight_sync.modes import ModalSync, ModeSettings
+from megarl.weight_sync.places import Place
+from megarl.weight_sync.probe import Probe
+from megarl.weight_sync.session import WeightSync
 from tests.weight_sync import tiny
 from tests.weight_sync.forked import Ranks
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong on learner rank `rank` before bucket `at` is sent: "break" loses its
+    parameters; "kill" and "stop" end or halt the process group `pid`, which is a server's."""
+
+    kind: str
+    at: int
+    rank: int = 0
+    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +80,12 @@ def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
     )
     while True:
         name, policy, arguments = pipe.recv()
-        work: Callable[..., Any] = {"gather": _gather, "write": _write}[name]
+        work: Callable[..., Any] = {
+            "gather": _gather,
+            "write": _write,
+            "publish": _publish,
+            "close": _close,
+        }[name]
         try:
             pipe.send(work(rank, policy, *arguments))
         except Exception as error:  # noqa: BLE001 - told to the test
@@ -78,7 +102,7 @@ def _gather(
 ) -> dict[str, Any]:
     """What came to rank 0, and what this rank sent; `most` buckets are wanted."""
     parameters = _parameters(rank, policy)
-    layout = megatron_layout(policy.shape, policy.mesh)
+    layout = SourceSpec(policy.shape, policy.mesh).layout()
     devices = [Device(0, i) for i in range(policy.mesh.size)]
     full = FullPolicy(
         policy.shape, layout, rank, parameters, policy.dtype,
@@ -116,7 +140,7 @@ def _write(
     rank: int, policy: Policy, folder: Path, model: Path, shard_bytes: int, broken_rank: int = -1
 ) -> bool:
     parameters = _parameters(rank, policy)
-    layout = megatron_layout(policy.shape, policy.mesh)
+    layout = SourceSpec(policy.shape, policy.mesh).layout()
     writer = CheckpointWriter(
         policy.shape, layout, rank, parameters, policy.dtype, model, dist.group.WORLD, shard_bytes
     )
@@ -124,3 +148,75 @@ def _write(
         parameters.clear()
     writer.write(folder)
     return folder.is_dir()
+
+
+_LIVE: dict[str, Any] = {}
+
+
+def _publish(
+    rank: int,
+    policy: Policy,
+    settings: ModeSettings,
+    version: int,
+    servers: list[ServerEndpoint],
+    probe: Probe,
+    fault: Fault | None,
+) -> SyncReport:
+    """One publish by the modes' dispatcher, which is kept while its settings stay the same."""
+    parameters = _LIVE.setdefault("parameters", {})
+    parameters.clear()
+    parameters.update(_parameters(rank, policy))
+    _LIVE["probe"] = probe
+    if _LIVE.get("settings") != settings:
+        _close(rank, policy)
+        _LIVE["settings"] = settings
+        source = SourceSpec(policy.shape, policy.mesh)
+        exact = WeightSync(
+            f"modes{os.getppid()}_{version}", source, rank, parameters, policy.dtype,
+            group=dist.group.WORLD, cpu_servers=True, deadline_s=settings.deadline_s,
+            place=Place("a", rank), bucket_bytes=settings.bucket_bytes,
+            probe=lambda: _LIVE["probe"],
+        )  # fmt: skip
+        _LIVE["sync"] = ModalSync(
+            exact, source, rank, parameters, policy.dtype, group=dist.group.WORLD,
+            host="127.0.0.1", settings=settings, score=lambda: _LIVE["probe"],
+        )  # fmt: skip
+    with _faulty(rank, parameters, fault):
+        report: SyncReport = _LIVE["sync"].publish(version, servers)
+    return report
+
+
+def _close(rank: int, policy: Policy | None) -> None:
+    sync = _LIVE.pop("sync", None)
+    if sync is not None:
+        sync.close()
+
+
+@contextlib.contextmanager
+def _faulty(rank: int, parameters: dict[str, torch.Tensor], fault: Fault | None) -> Iterator[None]:
+    if fault is None or fault.rank != rank:
+        yield
+        return
+    kept = {route: route.send for route in (stock_routes.BroadcastRoute, stock_routes.RequestRoute)}
+    packed = FullPolicy._packed
+
+    def send(route: Any, calls: Any, bucket: FullBucket, *more: Any) -> None:
+        if bucket.number == fault.at:
+            os.killpg(fault.pid, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault.kind])
+        kept[type(route)](route, calls, bucket, *more)
+
+    def lost(policy: FullPolicy, number: int) -> Any:
+        parameters.clear()
+        return packed(policy, number)
+
+    if fault.kind == "break":
+        FullPolicy._packed = lost  # type: ignore[method-assign]
+    else:
+        for route in kept:
+            route.send = send  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FullPolicy._packed = packed  # type: ignore[method-assign]
+        for route, whole in kept.items():
+            route.send = whole  # type: ignore[method-assign]

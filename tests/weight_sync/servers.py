@@ -65,6 +65,8 @@ class RealServer:
         attention_dp: int = 1,
         dtype: str = "float32",
         device: str = "cpu",
+        *,
+        has_loader: bool = True,
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -91,7 +93,8 @@ class RealServer:
         argv += ["--skip-tokenizer-init", "--skip-server-warmup"]
         argv += ["--sleep-on-idle"] if device == "cpu" else ["--disable-cuda-graph"]
         argv += [str(word) for pair in flags.items() for word in pair]
-        argv += ["--custom-weight-loader", LOAD_FORMAT, *LOADERS]
+        if has_loader:
+            argv += ["--custom-weight-loader", LOAD_FORMAT, *LOADERS]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 argv,

@@ -12,8 +12,9 @@ import torch
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape
 from megarl.reshard.layout import num_elements
-from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh
+from megarl.weight_sync.control import SourceSpec
+from megarl.weight_sync.formats import WireFormat
 from megarl.weight_sync.full import cut_buckets
 from tests.reshard.models import tiny_shape
 from tests.weight_sync import full_ranks
@@ -21,6 +22,7 @@ from tests.weight_sync.forked import Ranks
 from tests.weight_sync.full_ranks import Policy, stored
 
 FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+FP32 = WireFormat(torch.float32, {})
 MESHES = (LearnerMesh(tp=2, pp=2), LearnerMesh(tp=2, dp=2), LearnerMesh(pp=2, dp=2))
 
 
@@ -33,7 +35,7 @@ def ranks() -> Iterator[Ranks]:
 
 def held_by_rank_0(policy: Policy) -> int:
     """Distinct elements of the policy on learner rank 0."""
-    layout = megatron_layout(policy.shape, policy.mesh)
+    layout = SourceSpec(policy.shape, policy.mesh).layout()
     return sum(num_elements(box) for _, box in {(p.tensor, p.box) for p in layout.rank(0).pieces})
 
 
@@ -83,7 +85,7 @@ def test_all_ranks_end_when_rank_0_wants_no_more(ranks: Ranks) -> None:
 
 
 def names_by_bucket(shape: ModelShape, bucket_bytes: int) -> list[set[str]]:
-    buckets = cut_buckets(shape, block_table(shape), torch.float32, bucket_bytes)
+    buckets = cut_buckets(shape, block_table(shape), FP32, bucket_bytes)
     return [{tensor.name for tensor in bucket.tensors} for bucket in buckets]
 
 
@@ -112,6 +114,6 @@ def test_buckets_are_cut_between_layers_where_a_layer_fits() -> None:
     assert all(not first & second for i, first in enumerate(layers) for second in layers[:i])
     sizes = [
         bucket.num_bytes
-        for bucket in cut_buckets(shape, block_table(shape), torch.float32, int(2.5 * layer))
+        for bucket in cut_buckets(shape, block_table(shape), FP32, int(2.5 * layer))
     ]
     assert max(sizes) <= 2.5 * layer

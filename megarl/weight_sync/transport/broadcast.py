@@ -27,11 +27,12 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from megarl.errors import WeightSyncError
-from megarl.weight_sync.transport.p2p import address_toward
+from megarl.errors import NoAnswerError, WeightSyncError
+from megarl.weight_sync.transport.p2p import GONE, address_toward
 
 Backend = Literal["gloo", "nccl"]
 _SHORTEST_S = 0.05
+_LATE = "did not end in time; see that server's log, or raise deadline.sync_s"
 _PREFIX = {"gloo": "cpu/", "nccl": "cuda/"}  # the first device of each backend in torch's table
 
 
@@ -114,7 +115,7 @@ def side_by_side(
 ) -> None:
     """Do both at the same time; the first error of either ends the wait for the other.
 
-    Raises WeightSyncError where `until` passes, and gives up threads that then still wait.
+    Raises NoAnswerError where `until` passes, and gives up threads that then still wait.
     """
     ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
@@ -131,11 +132,15 @@ def side_by_side(
         try:
             error = ends.get(timeout=max(_SHORTEST_S, until - time.monotonic()))
         except queue.Empty:
-            raise WeightSyncError(f"{what} did not end in time; raise deadline.sync_s") from None
+            raise NoAnswerError(f"{what} {_LATE}") from None
         if isinstance(error, WeightSyncError):
             raise error
         if error is not None:
             text = (str(error).strip() or repr(error)).splitlines()[0][:300]
+            if time.monotonic() >= until:
+                raise NoAnswerError(f"{what} {_LATE}") from error
+            if any(word in text for word in GONE):
+                raise NoAnswerError(f"{what} ended: the server has closed it, or has ended")
             raise WeightSyncError(f"{what} failed: {text}") from error
 
 

@@ -32,7 +32,7 @@ IN_FLIGHT = 2  # batches: one travels while the next is packed
 _LAST_WORDS_S = 2.0  # for telling the others why, once a sync has failed
 _POLL_S = 0.0005
 _SHORTEST_S = 0.01
-_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -283,7 +283,7 @@ def _described(transfer: Transfer) -> str:
 
 def _failed(transfer: Transfer, error: Exception) -> WeightSyncError:
     text = _first_line(error)
-    is_gone = any(word in text for word in _GONE)
+    is_gone = any(word in text for word in GONE)
     why = "it closed the connection, or has ended" if is_gone else text
     return WeightSyncError(f"{_described(transfer)} failed: {why}")
 

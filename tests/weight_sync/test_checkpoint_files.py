@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.reshard.files import INDEX
 from megarl.reshard.mesh import LearnerMesh
-from megarl.weight_sync.disk import COPIED, runs
+from megarl.weight_sync.checkpoint_files import COPIED, runs
 from tests.reshard.models import tiny_shape
 from tests.weight_sync import full_ranks, tiny
 from tests.weight_sync.forked import Ranks

@@ -1,0 +1,319 @@
+"""Which way each server gets its weights: in place, by SGLang's own calls, or from disk.
+
+Owns the decision, made by learner rank 0 from what a server says of itself and told to all ranks,
+and one report of all of it. How each way works is `session`'s (exact), `stock`'s (hf) and `disk`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megarl.errors import NoAnswerError, in_words
+from megarl.reshard.layout import Layout
+from megarl.types import ServerEndpoint, ServerSync, SyncReport, is_loopback
+from megarl.weight_sync import capability
+from megarl.weight_sync.capability import ServerFacts
+from megarl.weight_sync.checkpoint_files import CheckpointWriter
+from megarl.weight_sync.control import SourceSpec
+from megarl.weight_sync.disk import DiskSync
+from megarl.weight_sync.full import FullPolicy
+from megarl.weight_sync.probe import Probe
+from megarl.weight_sync.server_calls import PauseMode, ServerCalls
+from megarl.weight_sync.session import WeightSync
+from megarl.weight_sync.stock import StockServer, StockSync, choose_via
+from megarl.weight_sync.together import from_first
+
+log = logging.getLogger(__name__)
+
+Setting = Literal["auto", "shared", "exact", "hf", "disk"]
+Mode = Literal["exact", "hf", "disk"]
+FACTS_S = 30.0  # for a server to say what it is; a busy scheduler answers between two passes
+
+
+@dataclass(frozen=True, slots=True)
+class ModeSettings:
+    """What the run's settings say of modes. `disk` is the folder of this run on a shared disk,
+    `model` the one whose config and tokenizer files go with the weights."""
+
+    mode: Setting = "auto"
+    hf_via: Literal["auto", "broadcast", "request"] = "auto"
+    pause: PauseMode = "retract"
+    deadline_s: float = 300.0
+    bucket_bytes: int = 64 << 20
+    disk: Path = Path()
+    model: Path = Path()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The mode of one server, why, and what of its facts that mode needs. `error`: it gets none."""
+
+    mode: Mode
+    why: str
+    error: str = ""
+    is_lost: bool = False
+    on_gpu: bool = False
+
+
+def decide(
+    setting: Setting,
+    server: ServerEndpoint,
+    facts: ServerFacts,
+    architecture: str,
+    host: str,
+    can_probe: bool = True,
+) -> Decision:
+    """The mode of a server that says these facts, for a learner that listens on `host`.
+
+    Without a log-prob probe nothing shows what SGLang's own calls have loaded.
+    """
+    on_gpu = facts.device == "cuda"
+
+    def refused(mode: Mode, error: str) -> Decision:
+        return Decision(mode, "", f"{server.name}: weight_sync.mode={setting}: {error}")
+
+    if facts.tp != server.tp:
+        return refused("hf", f"it has tp={facts.tp}, rollout.parallel.tp is {server.tp}")
+    row = capability.can_write(facts, architecture)
+    if row.verdict == "proved" and is_loopback(f"//{host}") and not is_loopback(server.url):
+        where = f"the learner listens on {host}, which {server.url} cannot reach"
+        row = replace(row, verdict="refused", why=where)
+    if setting in ("exact", "shared"):
+        if row.verdict != "proved":
+            return refused("exact", f"{row.verdict}: {row.why}; use auto or hf")
+        return Decision("exact", f"proved: {row.why}")
+    if setting == "auto" and row.verdict == "proved":
+        return Decision("exact", f"proved: {row.why}")
+    why = f"exact is {row.verdict}: {row.why}" if setting == "auto" else "weight_sync.mode"
+    mode: Mode = "disk" if setting == "disk" else "hf"
+    is_quantized = facts.quantization != capability.UNQUANTIZED
+    if setting == "auto" and row.verdict == "unproved" and (is_quantized or not can_probe):
+        because = "its weights are quantized" if is_quantized else "there is no probe"
+        return Decision("exact", f"{why}; hf cannot be, as {because}; checksums must show it")
+    if not can_probe:
+        return refused(
+            mode,
+            f"{mode} needs a log-prob probe, as SGLang says nothing of what it loaded; set "
+            f"weight_sync.probe_tokens above 0, and placement.mode = disaggregated ({why})",
+        )
+    if is_quantized:
+        return refused(
+            mode,
+            f"its weights are {facts.quantization}, and SGLang would load those of the policy, "
+            f"which are not, as if they were; exact is {row.verdict}: {row.why}",
+        )
+    if facts.copies > 1 or facts.pp > 1:
+        return refused(
+            mode,
+            f"it has {facts.copies} data-parallel replicas and {facts.pp} pipeline stages, and "
+            "SGLang updates servers of one of each; start it so",
+        )
+    if mode == "disk" and facts.has_draft:
+        return refused(mode, "SGLang would load the policy into its draft model too; use hf")
+    return Decision(mode, why, on_gpu=on_gpu)
+
+
+class ModalSync:
+    """What the learner holds for stage g; every rank holds one, and every method is collective.
+
+    `exact` is the sync that writes in place, which also knows the learner's layout. The others are
+    made when a server first needs them. `score` computes the log-prob probe on all ranks.
+    """
+
+    def __init__(
+        self,
+        exact: WeightSync,
+        source: SourceSpec,
+        rank: int,
+        parameters: Mapping[str, torch.Tensor],
+        dtype: str,
+        *,
+        group: dist.ProcessGroup | None,
+        host: str,
+        settings: ModeSettings,
+        score: Callable[[], Probe] | None,
+    ) -> None:
+        self._exact, self._source, self._rank = exact, source, rank
+        self._parameters, self._dtype, self._group = parameters, dtype, group
+        self._host, self._settings, self._score = host, settings, score
+        self._facts: dict[tuple[str, int, str], ServerFacts] = {}
+        self._said: dict[str, tuple[int, Decision]] = {}
+        self._stock: StockSync | None = None
+        self._disk: DiskSync | None = None
+
+    def publish(self, version: int, servers: Sequence[ServerEndpoint] = ()) -> SyncReport:
+        """Bring `servers` (counted on rank 0) to policy `version`, which the parameters now hold.
+
+        A server that fails, or that the settings' mode cannot serve, is reported. Raises
+        WeightSyncError, on every rank, for what goes wrong in the learner.
+        """
+        start = time.monotonic()
+        until = start + self._settings.deadline_s
+        decisions = self._decided(servers, until) if self._rank == 0 else ()
+        decisions = from_first(self._group, decisions)
+        mine = tuple(zip(servers, decisions, strict=True)) if self._rank == 0 else ()
+        reports = [SyncReport(version, _undecided(mine), 0, 0, 0.0)]
+        wanted = {decision.mode for decision in decisions if not decision.error}
+        if "exact" in wanted or not decisions:
+            reports.append(self._exact.publish(version, _of(mine, "exact")))
+        if "hf" in wanted:
+            stock = [
+                self._stock_server(server, decision)
+                for server, decision in mine
+                if decision.mode == "hf" and not decision.error
+            ]
+            reports.append(self._hf().publish(version, stock, until, self._score))
+        if "disk" in wanted:
+            disk = _of(mine, "disk")
+            reports.append(self._from_disk().publish(version, disk, until, self._score))
+        report = _merged(version, servers, reports) if self._rank == 0 else reports[0]
+        return replace(from_first(self._group, report), took_s=time.monotonic() - start)
+
+    def close(self) -> None:
+        """Remove what would outlive this process, and leave all groups."""
+        self._exact.close()
+        if self._stock is not None:
+            self._stock.close()
+
+    def _decided(self, servers: Sequence[ServerEndpoint], until: float) -> tuple[Decision, ...]:
+        """Rank 0: ask each server that is new, and decide. Raises nothing: the others wait."""
+        errors: dict[str, Exception] = {}
+        threads = [
+            threading.Thread(target=self._ask, args=(server, until, errors), daemon=True)
+            for server in servers
+            if _key(server) not in self._facts
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = []
+        for server in servers:
+            facts = self._facts.get(_key(server))
+            if facts is None:
+                error = errors[server.name]
+                is_lost = isinstance(error, NoAnswerError)
+                text = f"{server.name}: {in_words(error)}"
+                found.append(Decision("hf", "", text, is_lost=is_lost))
+            else:
+                found.append(self._decide(server, facts))
+        return tuple(found)
+
+    def _ask(self, server: ServerEndpoint, until: float, errors: dict[str, Exception]) -> None:
+        calls = ServerCalls(server, min(until, time.monotonic() + FACTS_S))
+        try:
+            self._facts[_key(server)] = capability.server_facts(calls.info())
+        except Exception as error:  # noqa: BLE001 - told in the report of that server
+            errors[server.name] = error
+        finally:
+            calls.close()
+
+    def _decide(self, server: ServerEndpoint, facts: ServerFacts) -> Decision:
+        settings = self._settings
+        architecture = self._source.shape.architecture
+        can_probe = self._score is not None
+        decision = decide(settings.mode, server, facts, architecture, self._host, can_probe)
+        if self._said.get(server.name) != (server.incarnation, decision):
+            self._said[server.name] = (server.incarnation, decision)
+            log.info(
+                "weight sync mode server=%s incarnation=%d mode=%s why=%s",
+                server.name,
+                server.incarnation,
+                "none" if decision.error else decision.mode,
+                decision.error or decision.why,
+            )
+        return decision
+
+    def _stock_server(self, server: ServerEndpoint, decision: Decision) -> StockServer:
+        via = choose_via(self._settings.hf_via, server.url, self._host)
+        return StockServer(server, via, "nccl" if decision.on_gpu and self._on_gpu else "gloo")
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    @property
+    def _layout(self) -> Layout:
+        """What the ranks hold, not quantized for any server."""
+        return replace(self._source, float8=None).layout()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    def _hf(self) -> StockSync:
+        if self._stock is None:
+            settings, exact = self._settings, self._exact
+            policy = FullPolicy(
+                self._source.shape,
+                self._layout,
+                self._rank,
+                self._parameters,
+                self._dtype,
+                group=self._group,
+                devices=exact.devices,
+                bucket_bytes=settings.bucket_bytes,
+            )
+            self._stock = StockSync(
+                policy, self._rank, self._group, self._host, self._device, settings.pause
+            )
+        return self._stock
+
+    def _from_disk(self) -> DiskSync:
+        if self._disk is None:
+            settings = self._settings
+            writer = CheckpointWriter(
+                self._source.shape,
+                self._layout,
+                self._rank,
+                self._parameters,
+                self._dtype,
+                settings.model,
+                self._group,
+            )
+            self._disk = DiskSync(writer, settings.disk, self._rank, self._group, settings.pause)
+        return self._disk
+
+
+Mine = Sequence[tuple[ServerEndpoint, Decision]]
+
+
+def _key(server: ServerEndpoint) -> tuple[str, int, str]:
+    return server.name, server.incarnation, server.url
+
+
+def _of(mine: Mine, mode: Mode) -> list[ServerEndpoint]:
+    return [server for server, found in mine if found.mode == mode and not found.error]
+
+
+def _undecided(mine: Mine) -> tuple[ServerSync, ...]:
+    """The results of servers that get no weights in any mode."""
+    return tuple(
+        ServerSync(server.name, server.incarnation, False, found.error, is_lost=found.is_lost)
+        for server, found in mine
+        if found.error
+    )
+
+
+def _merged(
+    version: int, servers: Sequence[ServerEndpoint], reports: Sequence[SyncReport]
+) -> SyncReport:
+    """One report, its servers in the order that was asked for."""
+    found = {result.server: result for report in reports for result in report.servers}
+    return SyncReport(
+        version,
+        tuple(found[server.name] for server in servers),
+        sum(report.moved_bytes for report in reports),
+        sum(report.minimum_bytes for report in reports),
+        0.0,
+        sum(report.network_bytes for report in reports),
+    )

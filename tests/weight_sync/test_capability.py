@@ -1,0 +1,158 @@
+"""The capability table: what is proved names its tests, what cannot work its reason."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.actor.families import FAMILIES
+from megarl.errors import WeightSyncError
+from megarl.types import ServerEndpoint
+from megarl.weight_sync.capability import ROWS, ServerFacts, can_write, find, server_facts
+from megarl.weight_sync.control import LOAD_FORMAT
+from megarl.weight_sync.modes import Setting, decide
+
+ROOT = Path(__file__).parents[2]
+INFO = Path(__file__).with_name("server_info.json")
+QWEN3 = "Qwen3ForCausalLM"
+FACTS = ServerFacts("cpu", "none", "auto", "0.5.23", True, 1, 1, 1, False)
+SERVER = ServerEndpoint("server-0", "http://127.0.0.1:1", 1, 0)
+HERE = "127.0.0.1"
+
+
+def test_proved_rows_name_tests_that_there_are() -> None:
+    proved = [row for row in ROWS if row.verdict == "proved"]
+    assert proved
+    for row in proved:
+        assert row.shown_by, row
+        assert row.devices and row.quantizations and row.sglang_versions and row.architectures
+        for test in row.shown_by:
+            path, _, name = test.partition("::")
+            tree = ast.parse((ROOT / path).read_text())
+            assert name in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, test
+
+
+def test_nothing_is_proved_on_a_gpu_or_in_another_version_of_sglang() -> None:
+    for architecture in FAMILIES:
+        assert find("cuda", "none", "auto", "0.5.23", architecture).verdict == "unproved"
+        assert find("cpu", "none", "auto", "0.5.24", architecture).verdict == "unproved"
+
+
+@pytest.mark.parametrize(
+    ("device", "quantization", "moe_backend", "architecture", "reason"),
+    [
+        ("cpu with AMX", "none", "auto", QWEN3, "packs weights for AMX"),
+        ("cuda", "gptq_marlin", "auto", QWEN3, "Marlin"),
+        ("cuda", "modelopt_fp4", "auto", QWEN3, "four-bit"),
+        ("cuda", "w8a8_int8", "auto", QWEN3, "fp8 in square blocks"),
+        ("cuda", "none", "flashinfer_cutlass", "Qwen3MoeForCausalLM", "load_up_proj_weight_first"),
+        ("cuda", "none", "triton_kernel", "DeepseekV3ForCausalLM", "transposed"),
+        ("cuda", "none", "flashinfer_trtllm", "Glm4MoeForCausalLM", "shuffles"),
+        ("cpu", "none", "auto", "GptOssForCausalLM", "no layout"),
+    ],
+)
+def test_what_cannot_be_written_in_place_is_refused_with_its_reason(
+    device: str, quantization: str, moe_backend: str, architecture: str, reason: str
+) -> None:
+    row = find(device, quantization, moe_backend, "0.5.23", architecture)
+    assert row.verdict == "refused"
+    assert reason in row.why
+
+
+def test_experts_backend_is_no_matter_for_a_dense_policy() -> None:
+    assert find("cpu", "none", "flashinfer_cutlass", "0.5.23", QWEN3).verdict == "proved"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"has_loader": False}, "without --custom-weight-loader"),
+        ({"unknown": ("enable_eplb=True",)}, "enable_eplb=True"),
+        ({"copies": 2}, "2 data-parallel replicas"),
+        ({"pp": 2}, "2 pipeline stages"),
+    ],
+)
+def test_server_that_cannot_be_written_is_refused_whatever_the_table_says(
+    change: dict[str, Any], reason: str
+) -> None:
+    row = can_write(replace(FACTS, **change), QWEN3)
+    assert row.verdict == "refused"
+    assert reason in row.why
+
+
+def test_facts_are_read_from_what_sglang_answers() -> None:
+    """`server_info.json` is from an answer of SGLang 0.5.23 on a CPU: the fields that are read."""
+    info = json.loads(INFO.read_text())
+    assert server_facts(info) == replace(FACTS, has_loader=False)
+    with_loader = {**info, "custom_weight_loader": ["a.b", LOAD_FORMAT]}
+    assert server_facts(with_loader) == FACTS
+    assert server_facts({**info, "attention_backend": "intel_amx"}).device == "cpu with AMX"
+    assert server_facts({**info, "quantization": "fp8"}).quantization == "fp8"
+    assert server_facts({**info, "enable_eplb": True}).unknown == ("enable_eplb=True",)
+    assert server_facts({**info, "speculative_algorithm": "EAGLE"}).has_draft
+
+
+def test_answer_of_another_server_is_refused_in_words() -> None:
+    with pytest.raises(WeightSyncError, match="no usable 'device'.*0.4.1"):
+        server_facts({"version": "0.4.1"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "facts", "mode"),
+    [
+        ("auto", FACTS, "exact"),
+        ("auto", replace(FACTS, has_loader=False), "hf"),
+        ("auto", replace(FACTS, device="cuda"), "hf"),
+        ("auto", replace(FACTS, device="cuda", quantization="fp8"), "exact"),
+        ("exact", FACTS, "exact"),
+        ("shared", FACTS, "exact"),
+        ("hf", FACTS, "hf"),
+        ("disk", FACTS, "disk"),
+    ],
+)
+def test_mode_follows_the_setting_and_what_is_proved(
+    setting: Setting, facts: ServerFacts, mode: str
+) -> None:
+    found = decide(setting, SERVER, facts, QWEN3, HERE)
+    assert (found.mode, found.error) == (mode, "")
+    assert found.why
+
+
+@pytest.mark.parametrize(
+    ("setting", "facts", "reason"),
+    [
+        ("exact", replace(FACTS, device="cuda"), "unproved"),
+        ("shared", replace(FACTS, has_loader=False), "custom-weight-loader"),
+        ("auto", replace(FACTS, tp=2), "tp=2"),
+        ("hf", replace(FACTS, copies=2), "data-parallel replicas"),
+        ("hf", replace(FACTS, quantization="fp8"), "its weights are fp8"),
+        ("auto", replace(FACTS, quantization="awq"), "Marlin"),
+        ("disk", replace(FACTS, has_draft=True), "draft model"),
+    ],
+)
+def test_server_that_no_mode_serves_is_refused_in_words(
+    setting: Setting, facts: ServerFacts, reason: str
+) -> None:
+    found = decide(setting, SERVER, facts, QWEN3, HERE)
+    assert reason in found.error and SERVER.name in found.error
+
+
+def test_without_a_probe_only_checksums_can_show_that_weights_arrived() -> None:
+    unproved = replace(FACTS, device="cuda")
+    found = decide("auto", SERVER, unproved, QWEN3, HERE, can_probe=False)
+    assert (found.mode, found.error) == ("exact", "")
+    assert "checksums must show it" in found.why
+    found = decide("auto", SERVER, replace(FACTS, has_loader=False), QWEN3, HERE, can_probe=False)
+    assert "needs a log-prob probe" in found.error
+
+
+def test_server_elsewhere_gets_hf_from_a_learner_that_only_this_machine_reaches() -> None:
+    away = replace(SERVER, url="http://10.0.0.7:30000")
+    found = decide("auto", away, FACTS, QWEN3, HERE)
+    assert found.mode == "hf" and "cannot reach" in found.why
+    assert decide("auto", away, FACTS, QWEN3, "10.0.0.1").mode == "exact"
