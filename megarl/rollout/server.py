@@ -24,7 +24,7 @@ from megarl.types import ServerEndpoint
 State = Literal["starting", "unsynced", "syncing", "routable", "dead"]
 PORT_TRIES = 3  # a port found free can be taken before the server binds it
 PORT_RELEASE_S = 10.0  # how long the port of a server that was killed may stay taken
-PORT_LOST = "address already in use"  # EADDRINUSE, as asyncio words it in the server's log
+PORT_LOST = "address already in use"  # EADDRINUSE in the server's log; ZeroMQ has a capital A
 LOG_LINES = 40
 
 
@@ -145,7 +145,7 @@ class Starter:
                 assert server.handle is not None
                 await server.handle.wait()  # it was ended; until then it holds port and devices
                 is_given = self.config.launch.rollout_port != 0
-                if is_given or not tries_left or PORT_LOST not in log_end(server.log_path):
+                if is_given or not tries_left or not has_lost_port(server.log_path):
                     raise
 
     async def _port(self, server: Server, incarnation: int, taken: Container[int]) -> int:
@@ -231,6 +231,15 @@ def log_end(path: Path) -> str:
     except OSError:
         return f"(no log at {path})"
     return "\n".join(lines[-LOG_LINES:]) or "(the log is empty)"
+
+
+def has_lost_port(path: Path) -> bool:
+    """Whether a server's log ends with one of its ports being taken.
+
+    It has several: with data-parallel attention SGLang binds others at a fixed distance from the
+    one it is given, which nobody has looked at before.
+    """
+    return PORT_LOST in log_end(path).lower()
 
 
 def described(servers: Sequence[Server]) -> str:

@@ -105,6 +105,21 @@ def test_server_killed_while_it_generates_is_synced_between(quickstart: Callable
 
 
 @pytest.mark.slow
+def test_server_killed_beside_one_that_generates_is_synced_with_the_next_version(
+    quickstart: Callable[..., Run],
+) -> None:
+    run = quickstart("--loop.versions", "5", *SHARED, "--rollout.servers", "2")
+    run.start()
+    run.until(in_stage(run, "generating", 2))
+    scheduler(run).send_signal(signal.SIGKILL)
+    assert run.wait(400) == 0, run.output
+    assert_trained(run, 5)
+    assert len(list((run.dir / "logs").glob("server-*.1.log"))) == 1
+    assert "server_rejoined" not in [event["event"] for event in run.events]
+    assert run.rows[-1]["weight_sync/verified_servers"] == 2
+
+
+@pytest.mark.slow
 def test_learner_killed_while_it_is_offloaded_ends_the_run_which_then_resumes(
     quickstart: Callable[..., Run],
 ) -> None:
