@@ -8,7 +8,7 @@ files or HTTP. Log-probs are natural logarithms; a policy version counts weight 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -223,6 +223,30 @@ class ServerSync:
 
 
 @dataclass(frozen=True, slots=True)
+class SyncTimes:
+    """Where the seconds of a sync went: in the slowest learner rank, and for the slowest server.
+
+    `stage_s` is what servers wait for, `sums_s` the learner's checksums while they copy for
+    `copy_s` and check for `check_s`; `verdict_s` is from a server's answer to the verdict on it.
+    """
+
+    stage_s: float = 0.0
+    sums_s: float = 0.0
+    copy_s: float = 0.0
+    check_s: float = 0.0
+    verdict_s: float = 0.0
+
+    def plus(self, other: SyncTimes) -> SyncTimes:
+        """Those of two attempts, one after the other.
+
+        >>> SyncTimes(copy_s=1.0).plus(SyncTimes(copy_s=0.5, check_s=2.0)).copy_s
+        1.5
+        """
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return SyncTimes(*(mine + theirs for mine, theirs in pairs))
+
+
+@dataclass(frozen=True, slots=True)
 class SyncReport:
     """The result of publishing one version. Bytes are of payload, over all servers.
 
@@ -238,3 +262,4 @@ class SyncReport:
     took_s: float
     network_bytes: int = 0
     quantization_error: float = 0.0
+    times: SyncTimes = SyncTimes()

@@ -31,7 +31,7 @@ class WeightSyncConfig(Group):
     """`auto`: on GPUs, servers of the learner's node read its memory by CUDA IPC where the driver
     allows it. `never`: through host memory, for learner and servers in containers with PID
     namespaces of their own, between which CUDA IPC does not work."""
-    in_place: bool = True
+    shared_weights: bool = True
     """On CPUs: keep the learner's weights in shared memory (/dev/shm), where servers of its node
     read them without a copy made for that. `false`: copy them there for every sync."""
     pause: Literal["retract", "in_place", "abort"] = "retract"

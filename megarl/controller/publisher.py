@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import asdict
 
 from megarl.controller.colocated import Turn
 from megarl.errors import WeightSyncError
@@ -74,6 +75,7 @@ class Publisher:
             "weight_sync/minimum_bytes": report.minimum_bytes,
             "weight_sync/network_bytes": report.network_bytes,
             "weight_sync/verified_servers": proved,
+            **{f"weight_sync/{name}": value for name, value in asdict(report.times).items()},
             **(lost if report.quantization_error else {}),
             **({"weight_sync/probe_max_abs_logprob": max(differences)} if differences else {}),
         }
@@ -139,4 +141,5 @@ def merged(first: SyncReport, again: SyncReport) -> SyncReport:
         took_s=first.took_s + again.took_s,
         network_bytes=first.network_bytes + again.network_bytes,
         quantization_error=max(first.quantization_error, again.quantization_error),
+        times=first.times.plus(again.times),
     )

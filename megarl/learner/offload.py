@@ -179,8 +179,9 @@ class HostStore:
             if not storage.resizable():
                 raise LearnerError(
                     f"offload: a storage of {storage.nbytes()} bytes cannot be given back: it is "
-                    "shared memory (set weight_sync.in_place = false), or `numpy()` was called on "
-                    "a view of it, which fixes its size for good (numpy.from_dlpack does not)"
+                    "shared memory (set weight_sync.shared_weights = false), or `numpy()` was "
+                    "called on a view of it, which fixes its size for good (numpy.from_dlpack does "
+                    "not)"
                 )
             parked.append(_Parked(storage, end, storage.nbytes()))
             end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT

@@ -32,10 +32,11 @@ def run_id() -> str:
 def share(config: Config, model: Any, ranks: Ranks) -> Arena | None:
     """Move the weights of `model` (Megatron's DistributedDataParallel) into shared memory.
 
-    None, with nothing changed, on a GPU, where `weight_sync.in_place` is off, where weights must be
-    able to leave (placement.mode = "colocated"), and, with a warning, where they cannot be moved.
+    None, with nothing changed, on a GPU, where `weight_sync.shared_weights` is off, where weights
+    must be able to leave (placement.mode = "colocated"), and, with a warning, where they cannot be
+    moved.
     """
-    if ranks.device.type != "cpu" or not config.weight_sync.in_place:
+    if ranks.device.type != "cpu" or not config.weight_sync.shared_weights:
         return None
     if config.placement.mode == "colocated":
         return None

@@ -115,6 +115,26 @@ class Prepared:
         return len(self._single) + len(self._together)
 
 
+class OneByOne:
+    """The views of moves as they are, ready likewise: a CPU gains nothing where they are merged."""
+
+    def __init__(
+        self,
+        moves: Iterable[Move],
+        sources: Mapping[str, torch.Tensor],
+        destinations: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._pairs = [
+            (execute.written(move, destinations), execute.read(move, sources)) for move in moves
+        ]
+
+    def run(self) -> int:
+        """Carry out all copies; returns the number of calls it took."""
+        for destination, source in self._pairs:
+            destination.copy_(source)
+        return len(self._pairs)
+
+
 def _view(name: str, tensors: Mapping[str, torch.Tensor], part: torch.Tensor) -> View:
     offset = int(part.storage_offset()) - int(tensors[name].storage_offset())
     return View(name, offset, tuple(part.shape), tuple(part.stride()))

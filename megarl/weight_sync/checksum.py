@@ -81,9 +81,12 @@ def box_checksum(
     if 0 in extent:
         return 0
     values = values.detach()
-    starts, length = _runs(shape, box)
     if values.device.type != "cpu":
+        starts, length = _runs(shape, box)
         return _device_sum(values.reshape(len(starts), length), tensor_id(name), starts)
+    if values.stride(-1) != 1:
+        values = values.contiguous()
+    starts, length = _runs(shape, box, values.stride())
     bits = _bits(values)
     rows = bits.reshape(len(starts), length)
     in_c = compiled.find()
@@ -92,12 +95,21 @@ def box_checksum(
     return _host_sum(rows, tensor_id(name), starts)
 
 
-def _runs(shape: Sequence[int], box: Sequence[tuple[int, int]]) -> tuple[UInt64Array, int]:
-    """Global index of each run's first element [R], and the length of every run."""
+def _runs(
+    shape: Sequence[int],
+    box: Sequence[tuple[int, int]],
+    memory: Sequence[int] | None = None,
+) -> tuple[UInt64Array, int]:
+    """Global index of each run's first element [R], and the length of every run.
+
+    Where `memory`, the strides of the values, is given, runs lie whole in memory too.
+    """
     inner, length = len(shape), 1
     while inner > 0:
+        start, stop = box[inner - 1]
+        if memory is not None and stop - start > 1 and memory[inner - 1] != length:
+            break
         inner -= 1
-        start, stop = box[inner]
         length *= stop - start
         if stop - start != shape[inner]:
             break

@@ -32,10 +32,14 @@ GetProbe = Callable[[float], Probe | None]
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a server must prove: `pieces` by rank (`coverage.held`), `wanted` sums by tensor."""
+    """What a server must prove: `pieces` by rank (`coverage.held`), `wanted` sums by tensor.
+
+    The sums are still worked out when the server begins: they are awaited until a time of
+    `time.monotonic`.
+    """
 
     pieces: Mapping[int, Sequence[Piece]]
-    wanted: Mapping[str, int]
+    wanted: Callable[[float], Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,24 @@ class Outcome:
 
     `is_reading` says that a rank may still read the arenas: it was asked to, and has not answered.
     `moved_bytes` are those that its ranks say they took, `network_bytes` those that learner ranks
-    say they sent it by network.
+    say they sent it by network. `copy_s` and `check_s` are its slowest rank's, `verdict_s` the time
+    from the ranks' answers to the verdict on them.
     """
 
     result: ServerSync
     is_reading: bool = True
     moved_bytes: int = 0
     network_bytes: int = 0
+    copy_s: float = 0.0
+    check_s: float = 0.0
+    verdict_s: float = 0.0
+
+
+def slowest(outcomes: Sequence[Outcome]) -> tuple[float, float, float]:
+    """The largest `copy_s`, `check_s` and `verdict_s`; zeros of none."""
+    times = [(one.copy_s, one.check_s, one.verdict_s) for one in outcomes] or [(0.0, 0.0, 0.0)]
+    copy_s, check_s, verdict_s = (max(column) for column in zip(*times, strict=True))
+    return copy_s, check_s, verdict_s
 
 
 def transfer_until(until: float) -> float:
@@ -135,15 +150,16 @@ def publish_to(
     calls = ServerCalls(server, until)
     ranks = {server_member(message.tp_rank): message.ack_key for message in messages}
     keys = {**ranks, **senders}
-    reading = False
+    reading, verdict_s = False, 0.0
     board.put(messages[0].busy_key, server.name)
 
     def write() -> dict[str, Ack]:
-        nonlocal reading
+        nonlocal reading, verdict_s
         reading = True
         acks = _transfer(calls, messages, board, keys, until, flush=pause != "in_place")
-        reading = False
-        _judge(acks, len(messages), evidence)
+        reading, answered = False, time.monotonic()
+        _judge(acks, len(messages), evidence, until)
+        verdict_s = time.monotonic() - answered
         return acks
 
     try:
@@ -170,6 +186,9 @@ def publish_to(
         reading,
         moved_bytes=sum(sum(acks[who].moved_bytes.values()) for who in ranks),
         network_bytes=sum(acks[who].moved_bytes.get("network", 0) for who in senders),
+        copy_s=max(acks[who].copy_s for who in ranks),
+        check_s=max(acks[who].check_s for who in ranks),
+        verdict_s=verdict_s,
     )
 
 
@@ -199,11 +218,11 @@ def _refusals(acks: Mapping[str, Ack]) -> list[str]:
     return [f"{who}: {ack.error}" for who, ack in acks.items() if not ack.ok]
 
 
-def _judge(acks: Mapping[str, Ack], tp: int, evidence: Evidence) -> None:
+def _judge(acks: Mapping[str, Ack], tp: int, evidence: Evidence, until: float) -> None:
     refused = _refusals(acks)
     if refused:
         raise WeightSyncError("refused by " + coverage.describe(refused))
     sums = {rank: acks[server_member(rank)].sums for rank in range(tp)}
-    wrong = coverage.differences(evidence.pieces, sums, evidence.wanted)
+    wrong = coverage.differences(evidence.pieces, sums, evidence.wanted(until))
     if wrong:
         raise WeightSyncError(f"checksums differ: {coverage.describe(wrong)}")

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.reshard import execute
 from megarl.reshard.layout import num_elements
 from megarl.weight_sync import batches, packing, parcels
 from megarl.weight_sync.control import ControlMessage
@@ -28,7 +27,7 @@ class ArenaInflow:
     def __init__(self) -> None:
         self._readers: dict[int, AnyReader] = {}
         self._route: Route | None = None
-        self._prepared: dict[int, tuple[object, batches.Prepared]] = {}
+        self._prepared: dict[int, tuple[object, batches.Prepared | batches.OneByOne]] = {}
         self._moved: tuple[Route, Mapping[str, int]] | None = None
 
     def open(
@@ -52,10 +51,7 @@ class ArenaInflow:
         """Copy every box."""
         assert self._route is not None, "open comes first"
         for rank, source in self._route.sources.items():
-            if batches.pays(next(iter(parameters.values())).device):
-                self._prepare(rank, source, parameters).run()
-            else:
-                execute.run(source.moves, self._views(rank, source), parameters)
+            self._prepare(rank, source, parameters).run()
 
     def _views(self, rank: int, source: Source) -> dict[str, torch.Tensor]:
         assert self._route is not None, "open comes first"
@@ -64,14 +60,17 @@ class ArenaInflow:
 
     def _prepare(
         self, rank: int, source: Source, parameters: Mapping[str, torch.Tensor]
-    ) -> batches.Prepared:
+    ) -> batches.Prepared | batches.OneByOne:
         """The copies out of one arena, made anew where arena or parameters are somewhere else."""
-        key = (source.digest, self._readers[rank].where, batches.addresses(parameters))
+        key = (source.moves, self._readers[rank].where, batches.addresses(parameters))
         found = self._prepared.get(rank)
         if found is None or found[0] != key:
             views = self._views(rank, source)
-            copies = batches.batch(source.moves, views, parameters)
-            found = (key, batches.Prepared(copies, views, parameters))
+            if batches.pays(next(iter(parameters.values())).device):
+                copies = batches.batch(source.moves, views, parameters)
+                found = (key, batches.Prepared(copies, views, parameters))
+            else:
+                found = (key, batches.OneByOne(source.moves, views, parameters))
             self._prepared[rank] = found
         return found[1]
 

@@ -8,12 +8,11 @@ nothing of HTTP, and not how the learner computes.
 from __future__ import annotations
 
 import random
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.errors import WeightSyncError
+from megarl.weight_sync.pending import Pending
 
 CHECKED = (
     "Its parameters have the learner's checksums, so suspect what the engine derives from them: "
@@ -77,32 +76,8 @@ them: caches, scales, fused or packed copies
     return max(differences)
 
 
-class PendingProbe:
-    """A probe that the learner's ranks are still computing while servers take the weights.
-
-    `error` says why there is none, where the learner could not compute it.
-    """
+class PendingProbe(Pending[Probe | None]):
+    """A probe that the learner's ranks still score; None where none is wanted."""
 
     def __init__(self) -> None:
-        self._is_known = threading.Event()
-        self._probe: Probe | None = None
-        self.error = ""
-
-    def settle(self, probe: Probe | None, error: str = "") -> None:
-        """Give those who wait the probe, or why there is none."""
-        self._probe, self.error = probe, error
-        self._is_known.set()
-
-    def wait(self, until: float) -> Probe | None:
-        """The probe, None where none is wanted; `until` is a time of `time.monotonic`.
-
-        Raises WeightSyncError where the learner could not compute it, or is late.
-        """
-        if not self._is_known.wait(max(0.0, until - time.monotonic())):
-            raise WeightSyncError(
-                "the learner's ranks did not score the probe within the deadline; see their logs, "
-                "raise deadline.sync_s, or set weight_sync.probe_tokens = 0"
-            )
-        if self.error:
-            raise WeightSyncError(self.error)
-        return self._probe
+        super().__init__("score the probe", "set weight_sync.probe_tokens = 0")

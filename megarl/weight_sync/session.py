@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,8 @@ import torch.distributed as dist
 from megarl.errors import MegarlError, WeightSyncError, in_words
 from megarl.reshard.mesh import ServerMesh
 from megarl.reshard.plan import minimum_bytes
-from megarl.types import ServerEndpoint, ServerSync, SyncReport
+from megarl.types import ServerEndpoint, ServerSync, SyncReport, SyncTimes
 from megarl.weight_sync.acks import Ack, AckBoard
-from megarl.weight_sync.checksum import add
 from megarl.weight_sync.control import (
     ControlMessage,
     SourceSpec,
@@ -29,15 +28,16 @@ from megarl.weight_sync.control import (
     sent_key,
     stamp,
 )
-from megarl.weight_sync.exchange import Evidence, Outcome, publish_to, transfer_until
-from megarl.weight_sync.order import Order, Staged, Target
+from megarl.weight_sync.exchange import Evidence, Outcome, publish_to, slowest, transfer_until
+from megarl.weight_sync.order import Order, Staged, Summed, Target
 from megarl.weight_sync.parcels import learner_member, senders
+from megarl.weight_sync.pending import Pending
 from megarl.weight_sync.places import Place, ServerKind, learner_devices, server_devices
 from megarl.weight_sync.probe import PendingProbe, Probe
 from megarl.weight_sync.quantized import by_layer
 from megarl.weight_sync.sender import Sender
 from megarl.weight_sync.server_calls import PauseMode
-from megarl.weight_sync.together import from_all, from_first, settle_probe
+from megarl.weight_sync.together import from_all, from_first, settle_probe, settle_sums
 from megarl.weight_sync.transport.arenas import Policy
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.shared import Arena, ArenaRef
@@ -49,13 +49,16 @@ _GRACE_S = 12.0  # past the deadline, for ending sessions; then a server counts 
 
 @dataclass(frozen=True, slots=True)
 class _Driving:
-    """Threads that publish, one to each server, and what each has come to. `lost` is what was lost
-    in quantization, by layer."""
+    """Threads that publish what was staged, one to each server, and what each has come to.
 
-    threads: tuple[threading.Thread, ...]
-    outcomes: dict[int, Outcome]
+    `sums` and `probe` are settled while they do so.
+    """
+
+    staged: Sequence[Staged]
+    sums: Pending[Summed]
     probe: PendingProbe
-    lost: Mapping[str, float]
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    threads: list[threading.Thread] = field(default_factory=list)
 
 
 class WeightSync:
@@ -108,16 +111,13 @@ class WeightSync:
         self._next_generation = 0
         self._reading: set[ServerKind] = set()
 
-    def publish(
-        self, version: int, servers: Sequence[ServerEndpoint] = (), until: float | None = None
-    ) -> SyncReport:
+    def publish(self, version: int, servers: Sequence[ServerEndpoint] = ()) -> SyncReport:
         """Bring `servers` to policy `version`, which is what the parameters now hold.
 
-        Called on all learner ranks together; `servers` counts on rank 0. It lasts until `until`, a
-        time of `time.monotonic` on this rank, None for the deadline from now. It returns on all of
-        them when every server has answered or is given up, so that parameters may change and arenas
-        be removed. A server that fails is reported, not raised; WeightSyncError is for what goes
-        wrong in the learner, and is raised on every rank.
+        Called on all learner ranks together; `servers` counts on rank 0. It returns on all of them
+        when every server has answered or is given up, so that parameters may change and arenas be
+        removed. A server that fails is reported, not raised; WeightSyncError is for what goes wrong
+        in the learner, and is raised on every rank.
         """
         start = time.monotonic()
         first = self._rank == 0
@@ -130,12 +130,15 @@ class WeightSync:
         errors = [part.error for part in staged if part.error]
         if errors:
             raise WeightSyncError(f"version {version} was not staged: " + "; ".join(errors))
-        until = start + self._deadline_s if until is None else until
+        until = start + self._deadline_s
         sending = self._start_sending(order, until)
         driving = self._start_driving(order, servers, staged, until) if first else None
-        # On all ranks together, while servers take the weights; its errors come with the report.
-        score, pending = self._probe if order.targets else None, driving and driving.probe
-        settle_probe(self._group, self._rank, score, pending)
+        # Both on all ranks together, while servers take the weights; errors come with the report.
+        pending = (driving.sums, driving.probe) if driving else (None, None)
+        work = self.sender.checksums if order.targets else dict
+        settle_sums(self._group, self._rank, work, pending[0])
+        score = self._probe if order.targets else None
+        settle_probe(self._group, self._rank, score, pending[1])
         mine = self._deliver(order, servers, driving, until) if driving else None
         report = from_first(self._group, mine)
         for server, thread in sending.items():
@@ -181,16 +184,17 @@ class WeightSync:
 
     def _stage(self, order: Order) -> Staged:
         """This rank's part. Raises nothing: the other ranks would wait for ever."""
+        start = time.monotonic()
         try:
             if order.generations:
                 self.sender.prepare()
-            sums = self.sender.checksums() if order.generations else {}
             arenas: dict[ServerKind, ArenaRef] = {}
             for kind, generation in order.generations:
                 ref = self.sender.stage(kind, generation, stamp(order.version, order.attempt))
                 if ref is not None:
                     arenas[kind] = ref
-            return Staged(self._rank, "", sums, arenas, self.sender.quantization_errors)
+            took_s = time.monotonic() - start
+            return Staged(self._rank, "", arenas, self.sender.quantization_errors, took_s)
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the gather
             text = in_words(error)
             return Staged(self._rank, f"learner rank {self._rank}: {text}")
@@ -236,26 +240,22 @@ class WeightSync:
         until: float,
     ) -> _Driving:
         """Publish to all servers at the same time; each thread ends soon after `until`."""
-        wanted: dict[str, int] = {}
-        for part in staged:
-            for tensor, total in part.sums.items():
-                wanted[tensor] = add([wanted.get(tensor, 0), total])
-        outcomes: dict[int, Outcome] = {}
-        probe = PendingProbe()
+        driving = _Driving(
+            staged,
+            Pending("sum their weights"),
+            PendingProbe(),
+        )
 
         def run(index: int, server: ServerEndpoint) -> None:
             target = order.targets[index]
-            outcomes[index] = self._drive_one(server, order, target, staged, wanted, until, probe)
+            driving.outcomes[index] = self._drive_one(server, order, target, driving, until)
 
-        threads = tuple(
-            threading.Thread(
-                target=run, args=(index, server), name=f"weight-sync-{server.name}", daemon=True
-            )
-            for index, server in enumerate(servers)
-        )
-        for thread in threads:
+        for index, server in enumerate(servers):
+            name = f"weight-sync-{server.name}"
+            thread = threading.Thread(target=run, args=(index, server), name=name, daemon=True)
+            driving.threads.append(thread)
             thread.start()
-        return _Driving(threads, outcomes, probe, by_layer(part.lost for part in staged))
+        return driving
 
     def _deliver(
         self, order: Order, servers: Sequence[ServerEndpoint], driving: _Driving, until: float
@@ -265,7 +265,7 @@ class WeightSync:
             thread.join(max(0.0, until + _GRACE_S - time.monotonic()))
         try:
             outcomes = self._outcomes(order, servers, driving)
-            report = self._report(order, outcomes, driving.lost)
+            report = self._report(order, outcomes, driving)
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the broadcast
             return in_words(error)
         log.info(
@@ -276,7 +276,7 @@ class WeightSync:
             report.moved_bytes,
             report.network_bytes,
         )
-        return driving.probe.error or report
+        return driving.sums.error or driving.probe.error or report
 
     def _outcomes(
         self, order: Order, servers: Sequence[ServerEndpoint], driving: _Driving
@@ -297,21 +297,19 @@ class WeightSync:
         server: ServerEndpoint,
         order: Order,
         target: Target,
-        staged: Sequence[Staged],
-        wanted: Mapping[str, int],
+        driving: _Driving,
         until: float,
-        probe: PendingProbe,
     ) -> Outcome:
         assert self._board is not None
         kind = target.kind
-        arenas = {part.rank: part.arenas[kind] for part in staged if kind in part.arenas}
+        arenas = {part.rank: part.arenas[kind] for part in driving.staged if kind in part.arenas}
         messages = self._messages(order, target, arenas)
         route = self.sender.route(kind)
         at = (order.version, order.attempt, target.server, target.incarnation)
         keys = {learner_member(rank): sent_key(*at, rank) for rank in senders(route.plan)}
-        evidence = Evidence(route.pieces, wanted)
+        evidence = Evidence(route.pieces, lambda until: driving.sums.wait(until).sums)
         return publish_to(
-            server, messages, evidence, self._board, until, keys, self._pause, probe.wait
+            server, messages, evidence, self._board, until, keys, self._pause, driving.probe.wait
         )
 
     def _messages(
@@ -341,17 +339,24 @@ class WeightSync:
             for tp_rank in range(mesh.tp)
         ]
 
-    def _report(
-        self, order: Order, outcomes: Sequence[Outcome], lost: Mapping[str, float]
-    ) -> SyncReport:
+    def _report(self, order: Order, found: Sequence[Outcome], driving: _Driving) -> SyncReport:
         """Bytes over all servers: what they took, what they hold, what was sent by network."""
         width = self.sender.wire.policy.itemsize
         routes = [self.sender.route(target.kind) for target in order.targets]
-        minimum = sum(minimum_bytes(route.destination, width) for route in routes)
-        moved = sum(outcome.moved_bytes for outcome in outcomes)
-        sent = sum(outcome.network_bytes for outcome in outcomes)
-        results = tuple(outcome.result for outcome in outcomes)
+        lost = by_layer(part.lost for part in driving.staged)
         for layer, error in lost.items():
             log.info("weights quantized layer=%s relative_error=%.2e", layer, error)
-        worst = max(lost.values(), default=0.0)
-        return SyncReport(order.version, results, moved, minimum, 0.0, sent, worst)
+        return SyncReport(
+            order.version,
+            tuple(outcome.result for outcome in found),
+            sum(outcome.moved_bytes for outcome in found),
+            sum(minimum_bytes(route.destination, width) for route in routes),
+            0.0,
+            sum(outcome.network_bytes for outcome in found),
+            max(lost.values(), default=0.0),
+            SyncTimes(
+                max(part.took_s for part in driving.staged),
+                driving.sums.wait(0.0).took_s if order.targets else 0.0,
+                *slowest(found),
+            ),
+        )

@@ -1,4 +1,4 @@
-"""What all learner ranks must have in common: one rank's value, every rank's, or one probe.
+"""What all learner ranks must have in common: one rank's value, every rank's, sums, or one probe.
 
 Owns nothing else. All raise WeightSyncError where a rank has ended, or does not come within the
 group's timeout. Each is collective over its group; None is one rank alone.
@@ -6,13 +6,16 @@ group's timeout. Each is collective over its group; None is one rank alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from megarl.errors import WeightSyncError, in_words
+from megarl.weight_sync.order import Summed, added_up
+from megarl.weight_sync.pending import Pending
 from megarl.weight_sync.probe import PendingProbe, Probe
 
 Part = TypeVar("Part")
@@ -35,6 +38,30 @@ def from_all(group: dist.ProcessGroup | None, mine: Part) -> list[Part]:
     with answering():
         dist.all_gather_object(parts, mine, group=group)
     return [part for part in parts if part is not None]
+
+
+def settle_sums(
+    group: dist.ProcessGroup | None,
+    rank: int,
+    work: Callable[[], Mapping[str, int]],
+    pending: Pending[Summed] | None,
+) -> None:
+    """Sum the weights on all ranks, and give the sums to those who wait for them on rank 0."""
+    total = Summed(error="the learner's ranks did not sum their weights together")
+    try:
+        total = added_up(from_all(group, _summed(work, rank)))
+    finally:
+        if pending is not None:
+            pending.settle(total, total.error)
+
+
+def _summed(work: Callable[[], Mapping[str, int]], rank: int) -> Summed:
+    """This rank's sums, or why it has none."""
+    start = time.monotonic()
+    try:
+        return Summed(work(), time.monotonic() - start)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's word
+        return Summed(error=f"learner rank {rank}: {in_words(error)}")
 
 
 def settle_probe(

@@ -23,10 +23,14 @@ from tests.learner import recorded, tiny_models
 MODEL, FOLDER = sys.argv[1], Path(sys.argv[2])
 
 
-def learner(in_place: bool = False, **settings: Any) -> Learner:
+def learner(is_shared: bool = False, **settings: Any) -> Learner:
     """A learner in fp32 with these settings of the `learner` group."""
     given = {"precision": {"params": "fp32"}, **settings}
-    groups = {"actor": {"model": MODEL}, "learner": given, "weight_sync": {"in_place": in_place}}
+    groups = {
+        "actor": {"model": MODEL},
+        "learner": given,
+        "weight_sync": {"shared_weights": is_shared},
+    }
     return Learner(Config.model_validate(groups), FOLDER)
 
 
@@ -100,12 +104,12 @@ def in_shared_memory(plan: MinibatchPlan) -> dict[str, Any]:
     """The same steps with weights in private and in shared memory, one of them saved and loaded."""
     seen: dict[str, Any] = {}
     runs = []
-    for in_place in (False, True):
-        one = learner(in_place, optimizer={"lr": 1e-3})
+    for is_shared in (False, True):
+        one = learner(is_shared, optimizer={"lr": 1e-3})
         metrics = [one.step(plan) for _ in range(2)]
-        one.save(str(FOLDER / f"saved-{in_place}"), 2)
+        one.save(str(FOLDER / f"saved-{is_shared}"), 2)
         one.step(plan)
-        one.load(str(FOLDER / f"saved-{in_place}"))
+        one.load(str(FOLDER / f"saved-{is_shared}"))
         metrics.append(one.step(plan))
         runs.append((metrics, weights(one)))
         if one.shared_memory is not None:

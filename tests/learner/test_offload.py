@@ -41,7 +41,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
             },
             "kl": {"coef": 0.1},
             "placement": {"learner_gpus": 4},
-            "weight_sync": {"in_place": False},
+            "weight_sync": {"shared_weights": False},
         }
         plan = recorded.plan([ref for _, ref in made], 2)
         cases.append({"name": name, "config": config, "plan": asdict(plan)})

@@ -139,6 +139,19 @@ def test_a_library_that_is_not_ours_is_left_alone(
         compiled.find.cache_clear()
 
 
+@pytest.mark.parametrize("box", [((0, 3), (0, 50), (0, 700)), ((1, 2), (3, 40), (0, 700))])
+def test_values_that_lie_apart_in_memory_have_the_sum_of_those_together(
+    form: str, box: Box
+) -> None:
+    shape = (3, 50, 700)  # 50 rows of each are beside 20 of something else, as experts' halves are
+    fused = torch.randn(3, 70, 700)
+    index = tuple(slice(a, b) for a, b in box)
+    apart, together = fused[:, :50][index], fused[:, :50].contiguous()[index]
+    across = together.transpose(1, 2).contiguous().transpose(1, 2)
+    sums = {box_checksum(values, "w", shape, box) for values in (apart, together, across)}
+    assert len(sums) == 1
+
+
 def test_swapped_elements_rows_or_tensors_change_the_checksum(form: str) -> None:
     tensor = torch.randn(400, 200)
     elements, rows = tensor.clone(), tensor.clone()

@@ -1,0 +1,1 @@
+"""What benchmarks/weight_sync.py is made of."""
