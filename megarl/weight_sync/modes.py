@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Setting = Literal["auto", "shared", "exact", "hf", "disk"]
 Mode = Literal["exact", "hf", "disk"]
-FACTS_S = 30.0  # for a server to say what it is; a busy scheduler answers between two passes
+FACTS_S = 10.0  # for a server to say what it is; a busy scheduler answers between two passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class ModalSync:
         reports = [SyncReport(version, _undecided(mine), 0, 0, 0.0)]
         wanted = {decision.mode for decision in decisions if not decision.error}
         if "exact" in wanted or not decisions:
-            reports.append(self._exact.publish(version, _of(mine, "exact")))
+            reports.append(self._exact.publish(version, _of(mine, "exact"), until))
         if "hf" in wanted:
             stock = [
                 self._stock_server(server, decision)

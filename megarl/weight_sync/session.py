@@ -111,13 +111,16 @@ class WeightSync:
         self._next_generation = 0
         self._reading: set[ServerKind] = set()
 
-    def publish(self, version: int, servers: Sequence[ServerEndpoint] = ()) -> SyncReport:
+    def publish(
+        self, version: int, servers: Sequence[ServerEndpoint] = (), until: float | None = None
+    ) -> SyncReport:
         """Bring `servers` to policy `version`, which is what the parameters now hold.
 
-        Called on all learner ranks together; `servers` counts on rank 0. It returns on all of them
-        when every server has answered or is given up, so that parameters may change and arenas be
-        removed. A server that fails is reported, not raised; WeightSyncError is for what goes wrong
-        in the learner, and is raised on every rank.
+        Called on all learner ranks together; `servers` counts on rank 0. It lasts until `until`, a
+        time of `time.monotonic` on this rank, None for the deadline from now. It returns on all of
+        them when every server has answered or is given up, so that parameters may change and arenas
+        be removed. A server that fails is reported, not raised; WeightSyncError is for what goes
+        wrong in the learner, and is raised on every rank.
         """
         start = time.monotonic()
         first = self._rank == 0
@@ -130,7 +133,7 @@ class WeightSync:
         errors = [part.error for part in staged if part.error]
         if errors:
             raise WeightSyncError(f"version {version} was not staged: " + "; ".join(errors))
-        until = start + self._deadline_s
+        until = start + self._deadline_s if until is None else until
         sending = self._start_sending(order, until)
         driving = self._start_driving(order, servers, staged, until) if first else None
         # Both on all ranks together, while servers take the weights; errors come with the report.

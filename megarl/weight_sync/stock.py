@@ -122,7 +122,7 @@ class StockSync:
         """Give each bucket to all lines as it comes; each lets the next one in when it is done."""
         last = len(self._policy.buckets) - 1
         try:
-            for bucket, data in self._policy.stream(lambda: any(line.is_alive() for line in lines)):
+            for bucket, data in self._policy.stream(lambda: any(line.is_open for line in lines)):
                 for line in lines:
                     assert data is not None
                     line.give(bucket, data, bucket.number == last)
@@ -196,9 +196,14 @@ class _Line(threading.Thread):
         late = f"{server.name}: no answer in time"
         self.result = ServerSync(server.name, server.incarnation, False, late, is_lost=True)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it can take another bucket: it has not failed, and its time has not passed."""
+        return self.is_alive() and time.monotonic() < self._until
+
     def give(self, bucket: FullBucket, data: torch.Tensor, is_last: bool) -> None:
         """Hand a bucket over once the one before has been taken; nothing to a line that is over."""
-        while self.is_alive() and time.monotonic() < self._until + GRACE_S:
+        while self.is_open:
             if self._free.acquire(timeout=_POLL_S):
                 self._todo.put((bucket, data, is_last))
                 return

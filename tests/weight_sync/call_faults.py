@@ -227,6 +227,12 @@ def _twice(site: Site, body: dict[str, Any]) -> Answer | None:
     return None
 
 
+def _poison(site: Site, body: dict[str, Any]) -> Answer | None:
+    """A live weight of every copy changes after it was acknowledged."""
+    site.server.poison(site.at)
+    return None
+
+
 def _second(site: Site, body: dict[str, Any]) -> Answer | None:
     """Another learner publishes to the same server, from now on."""
     site.again()
@@ -258,6 +264,7 @@ ACTIONS: dict[str, Action] = {
     "ack lost": _lose,
     "old update replayed": _replay,
     "update delivered twice": _twice,
+    "live weight poisoned": _poison,
     "second learner": _second,
 }
 

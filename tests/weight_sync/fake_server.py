@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +28,8 @@ CLOSED = "no weight-update session is open; call begin_weight_update() first"
 OUTSIDE = (
     "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
 )
+HELD_S = 0.05  # between two looks at whether a caller of a paused server is still there
+IS_GONE = "is_gone"  # in a body: a function that says so
 UNNAMED = "default"  # the label of a server that nobody has named
 
 Answer = tuple[int, str]
@@ -179,9 +183,11 @@ class Server:
             raise NoAnswer
 
     def _generate(self, body: dict[str, Any]) -> Answer:
-        """The log-probs of the prompt, which depend on every weight."""
+        """The log-probs of the prompt, which depend on every weight, unless the caller gives up."""
         ranks = self.ranks
-        self._goes_on.wait()
+        while not self._goes_on.wait(HELD_S):
+            if body[IS_GONE]():
+                raise NoAnswer
         if ranks is not self.ranks or self.is_dead:
             raise NoAnswer
         tokens, version = body["input_ids"], self.version
@@ -189,6 +195,11 @@ class Server:
         pairs = [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)]
         meta = {"input_token_logprobs": pairs, "weight_version": version}
         return 200, json.dumps({"meta_info": meta, "output_ids": []})
+
+    def poison(self, at: int) -> None:
+        """Change one live weight of every rank."""
+        with self._scheduler:
+            self.ranks.ask(("poison", at))
 
     def fingerprint(self) -> int:
         """One number of all that the ranks hold."""
@@ -225,6 +236,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: dict[str, Any]) -> None:
         owner: Server = self.server.owner  # type: ignore[attr-defined]
+        if self.path == "/generate":
+            body[IS_GONE] = self._is_gone
         try:
             status, text = owner.handle(self.path, body)
         except NoAnswer:
@@ -235,6 +248,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text.encode())
+
+    def _is_gone(self) -> bool:
+        """Whether the caller has closed the connection."""
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def log_message(self, *_: object) -> None:
         """Says nothing."""

@@ -35,6 +35,7 @@ from megarl.weight_sync.acks import Ack
 from megarl.weight_sync.checksum import box_checksum
 from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.places import Place, learner_devices, placement, server_devices
+from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.session import WeightSync
 from tests.weight_sync import fake_server, tiny
 from tests.weight_sync.faults import Fault, in_learner_rank, in_server_rank
@@ -72,6 +73,7 @@ class Ranks:
     """Processes that serve orders over a pipe each."""
 
     def __init__(self, target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
+        self.heard: dict[int, Any] = {}  # by rank, of the answers that are waited for
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         for mine in arguments:
@@ -90,7 +92,7 @@ class Ranks:
     def answers(self, all_or_none: bool = False) -> list[Any]:
         """Every rank's answer; None of one that has ended. With `all_or_none` one that ends takes
         the others along."""
-        found: dict[int, Any] = {}
+        self.heard = found = dict[int, Any]()
         until = time.monotonic() + ANSWER_S
         while len(found) < len(self.pipes):
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in found}
@@ -136,6 +138,7 @@ class Learner:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self.mesh, self.places, self.limit_s = mesh, tuple(places), deadline_s
+        self.probe_of: Callable[[int], Probe] = tiny.probe
         self.ranks = Ranks(
             _learner_rank, [(rank, port, mesh, self.places, shares) for rank in range(len(places))]
         )
@@ -167,7 +170,9 @@ class Learner:
         endpoints = [server.endpoint for server in servers]
         faults = [fault if rank == faulty_rank else None for rank in range(len(self.places))]
         limit_s = self.limit_s if limit_s is None else limit_s
-        self.ranks.tell([("publish", seed, version, endpoints, f, limit_s) for f in faults])
+        order = ("publish", seed, version, endpoints)
+        probe = self.probe_of(seed)
+        self.ranks.tell([(*order, each, limit_s, probe) for each in faults])
 
     def plan(self, server: fake_server.Server) -> Plan:
         """The plan to one server, made here."""
@@ -220,17 +225,17 @@ def _learner_rank(
         timeout=timedelta(seconds=GROUP_S),
     )
     spec = SourceSpec(SHAPE, mesh)
-    parameters = tiny.on_learner(spec, tiny.weights(SHAPE, 0))[rank]
+    parameters, probe = tiny.on_learner(spec, tiny.weights(SHAPE, 0))[rank], tiny.probe(0)
     memory = moved(run_id(os.getppid(), port), rank, parameters) if shares else None
     sync = WeightSync(
         run_id(os.getppid(), port), spec, rank, parameters, "fp32",
         group=dist.group.WORLD, cpu_servers=True, place=places[rank], bucket_bytes=BUCKET_BYTES,
-        memory=memory,
+        memory=memory, probe=lambda: probe,
     )  # fmt: skip
     while True:
         name, *arguments = pipe.recv()
         if name == "publish":
-            seed, version, servers, fault, sync._deadline_s = arguments
+            seed, version, servers, fault, sync._deadline_s, probe = arguments
             new = tiny.on_learner(spec, tiny.weights(SHAPE, seed))[rank]
             for parameter, tensor in new.items():
                 parameters[parameter].copy_(tensor)
@@ -273,6 +278,11 @@ def _server_rank(pipe: Connection, rank: int, tp: int) -> None:
             pipe.send(said[-1] if said else "nothing")
         elif name == "sums":
             pipe.send({k: tiny.sha256(v) for k, v in model.named_parameters()})
+        elif name == "poison":
+            values = list(dict(model.named_parameters()).values())
+            tensor = values[arguments[0] % len(values)].detach().view(-1)
+            tensor[arguments[0] % tensor.numel()] += 1.0
+            pipe.send(True)
         elif name == "sums64":
             live = {name: p.detach() for name, p in model.named_parameters()}
             pipe.send(

@@ -11,8 +11,9 @@ SHORT_S = 2.0  # deadline.sync_s of a publish that is meant to pass it
 LONG_S = 60.0  # of all others
 
 BEGIN, UPDATE, END = "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"
-LABEL = "/update_weight_version"
-ROUTES = (BEGIN, UPDATE, END, LABEL)
+LABEL, PROBE = "/update_weight_version", "/generate"
+PAUSE, RESUME = "/pause_generation", "/continue_generation"
+ROUTES = (PAUSE, BEGIN, UPDATE, END, LABEL, RESUME, PROBE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ KINDS: dict[str, Kind] = {
     "slow call": Kind("call", LATE, is_harmless=True),
     "call hangs": Kind("call", LATE, True),
     "server dies": Kind("call", GONE),
-    "server rebooted": Kind("call", f"400|{GONE}", routes=(BEGIN, UPDATE)),
+    "server rebooted": Kind("call", f"400|log-probs are not|{GONE}", routes=ROUTES[:-1]),
     "learner rank killed": Kind("call", GONE),
     "learner rank stopped": Kind("call", LATE, True),
     "server rank killed": Kind("call", GONE),
@@ -133,6 +134,7 @@ KINDS: dict[str, Kind] = {
     ),
     "old update replayed": Kind("call", f"another publish|{LATE}|{GONE}", True, is_harmless=True),
     "update delivered twice": Kind("call", f"{LATE}|{GONE}", True, routes=(UPDATE,)),
+    "live weight poisoned": Kind("call", "log-probs are not", routes=(END, LABEL, RESUME)),
     "second learner": Kind("call", f"400|refused by|{LATE}", True),
 }
 

@@ -21,8 +21,11 @@ from megarl.reshard.sglang import sglang_layout
 from megarl.weight_sync import coverage
 from megarl.weight_sync.checksum import add, box_checksum
 from megarl.weight_sync.control import SourceSpec
+from megarl.weight_sync.probe import Probe
 from tests.reshard.models import tiny_shape
 from tests.reshard.server_slices import server_slices
+
+PROBE_TOKENS = (5, 3, 8, 1, 299)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -109,6 +112,11 @@ def as_sent(weights: Mapping[str, torch.Tensor], policy: torch.dtype) -> Tensors
         name: tensor if "e_score_correction_bias" in name else tensor.to(policy).float()
         for name, tensor in weights.items()
     }
+
+
+def probe(seed: int) -> Probe:
+    """What a server of the weights of `seed` must score."""
+    return Probe(PROBE_TOKENS, tuple(logprobs(fingerprint(seed), PROBE_TOKENS)[1:]), bound=1e-4)
 
 
 def sha256(tensor: torch.Tensor) -> str:
