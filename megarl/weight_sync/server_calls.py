@@ -27,6 +27,8 @@ SHORTEST_S = 0.05
 ANSWER_S = 60.0  # for calls that move no weights: a scheduler answers between two forward passes
 CLOSING_S = 5.0  # for leaving a server as it must be left after the deadline has passed
 ALREADY_OPEN = "already open"  # SGLang's word for a session that a dead sender has left
+SESSION_LOST = ("no weight-update session is open", "must run between begin_weight_update")
+"""SGLang's words for a session that is not open any more."""
 
 
 class ServerCalls:
@@ -156,7 +158,11 @@ class ServerCalls:
                 f"{route}: no answer, the server has ended or is unreachable ({error})"
             ) from error
         if answer.status_code != requests.codes.ok:
-            raise WeightSyncError(f"{route} answered {answer.status_code}: {answer.text[:500]}")
+            is_lost = any(word in answer.text for word in SESSION_LOST)
+            why = "the server was started anew, or another learner syncs it; " if is_lost else ""
+            raise WeightSyncError(
+                f"{route} answered {answer.status_code}: {why}{answer.text[:500]}"
+            )
         return answer.text
 
     def _json(self, route: str, text: str) -> Mapping[str, Any]:

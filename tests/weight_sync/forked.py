@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -61,7 +62,15 @@ def census() -> dict[str, int]:
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": min(threads),
+        "own_kib": _own_kib(),
     }
+
+
+def _own_kib() -> int:
+    """This process's own memory, without what it shares."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
 
 
 def run_id(server_pid: int | str, port: int | str) -> str:

@@ -112,7 +112,9 @@ KINDS: dict[str, Kind] = {
     "slow call": Kind("call", LATE, is_harmless=True),
     "call hangs": Kind("call", LATE, True),
     "server dies": Kind("call", GONE),
-    "server rebooted": Kind("call", f"400|log-probs are not|{GONE}", routes=ROUTES[:-1]),
+    "server rebooted": Kind(
+        "call", f"was started anew|log-probs are not|{GONE}", routes=ROUTES[:-1]
+    ),
     "learner rank killed": Kind("call", GONE),
     "learner rank stopped": Kind("call", LATE, True),
     "server rank killed": Kind("call", GONE),
@@ -135,7 +137,7 @@ KINDS: dict[str, Kind] = {
     "old update replayed": Kind("call", f"another publish|{LATE}|{GONE}", True, is_harmless=True),
     "update delivered twice": Kind("call", f"{LATE}|{GONE}", True, routes=(UPDATE,)),
     "live weight poisoned": Kind("call", "log-probs are not", routes=(END, LABEL, RESUME)),
-    "second learner": Kind("call", f"400|refused by|{LATE}", True),
+    "second learner": Kind("call", f"another learner|is syncing this server|{LATE}", True),
 }
 
 

@@ -23,6 +23,7 @@ from tests.weight_sync.forked import Answers, Learner, Place, Server, apart, dis
 from tests.weight_sync.tiny import SHAPE
 
 SHORT_S = 4.0  # deadline.sync_s where it is meant to pass
+GROWTH_KIB = 1024  # of one rank over twenty syncs, each of which moves 344 KiB
 ENDING_S = 6.0  # past the deadline at most: sessions are ended, words are said
 
 
@@ -32,8 +33,14 @@ class World:
     def __init__(self) -> None:
         self._made: list[Learner | Server] = []
 
-    def learner(self, mesh: LearnerMesh, places: Sequence[Place], limit_s: float = 30.0) -> Learner:
-        made = Learner(mesh, places, limit_s)
+    def learner(
+        self,
+        mesh: LearnerMesh,
+        places: Sequence[Place],
+        limit_s: float = 30.0,
+        shares: bool = False,
+    ) -> Learner:
+        made = Learner(mesh, places, limit_s, shares)
         self._made.append(made)
         return made
 
@@ -128,18 +135,32 @@ def test_weights_arrive_bit_by_bit_and_cross_the_network_once_for_each_node(
         assert plans[0].fanout_in
 
 
-def test_twenty_syncs_leave_files_threads_and_store_as_they_were(world: World) -> None:
-    learner, server = world.pair(30.0)
-    assert verified(learner.publish(2, 2, [server]))
-
-    def open_things() -> list[object]:
-        return [*learner.ranks.ask(("census",)), *server.ranks.ask(("census",))]
-
-    before = open_things()
-    for version in range(3, 23):
+@pytest.mark.parametrize(
+    ("nodes", "shares"),
+    [(("b", "b"), False), (("a", "a"), False), (("a", "a"), True), (("a", "b"), True)],
+    ids=["apart", "beside", "in place", "across"],
+)
+def test_twenty_syncs_leave_files_threads_store_and_memory_as_they_were(
+    world: World, nodes: tuple[str, str], shares: bool
+) -> None:
+    learner = world.learner(LearnerMesh(tp=2), on("a", "a"), shares=shares)
+    server = world.server("server-0", nodes)
+    for version in range(1, 6):
         assert verified(learner.publish(version, version, [server]))
-    assert server.holds(22)
-    assert open_things() == before
+
+    def open_things() -> tuple[list[object], list[int]]:
+        found = [*learner.ranks.ask(("census",)), *server.ranks.ask(("census",))]
+        memory = [each.pop("own_kib") for each in found]
+        return [*found, sorted(learner.shared)], memory
+
+    before, memory_before = open_things()
+    for version in range(6, 26):
+        assert verified(learner.publish(version, version, [server]))
+    assert server.holds(25)
+    after, memory_after = open_things()
+    assert after == before
+    for kib_before, kib_after in zip(memory_before, memory_after, strict=True):
+        assert kib_after - kib_before < GROWTH_KIB, (memory_before, memory_after)
 
 
 def test_server_that_is_started_anew_gets_a_new_group(world: World) -> None:
@@ -309,7 +330,7 @@ def test_second_learner_is_refused_while_the_first_is_at_its_server(
 
     server.hook = hook
     results = [first_error(first.publish(2, 2, [server])), first_error(others[0])]
-    assert "no weight-update session is open" in results[0]
+    assert "another learner syncs it; " in results[0]
     assert "is syncing this server to version 2; refused: end one of" in results[1]
     assert server.version == "1" and server.holds(2)
     server.hook = None
