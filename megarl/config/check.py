@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape, read_shape
+from megarl.config.bounds import PROBE_CONTEXT
 from megarl.config.check_model import (
     LENGTHS,
     check_model_files,
@@ -158,8 +159,8 @@ def _lengths(config: Config) -> Iterator[Violation]:
 
 
 def _probe(config: Config) -> Iterator[Violation]:
-    """The probe of a weight sync is scored whole, with one token before those that are scored."""
-    num_tokens = config.weight_sync.probe_tokens + 1
+    """The probe of a weight sync is scored whole, with the tokens before those that count."""
+    num_tokens = config.weight_sync.probe_tokens + PROBE_CONTEXT
     limits = (
         ("learner.max_tokens_per_microbatch", config.learner.max_tokens_per_microbatch),
         ("rollout.max_total_tokens", config.rollout.max_total_tokens),
@@ -167,8 +168,8 @@ def _probe(config: Config) -> Iterator[Violation]:
     for name, limit in limits:
         if limit and num_tokens > limit:
             yield Violation(
-                f"weight_sync.probe_tokens = {num_tokens - 1} and the token before them exceed "
-                f"{name} = {limit}; lower it",
+                f"weight_sync.probe_tokens = {config.weight_sync.probe_tokens} and the "
+                f"{PROBE_CONTEXT} tokens before them exceed {name} = {limit}; lower it",
                 ("weight_sync.probe_tokens", name),
             )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megarl.actor.families import FAMILIES
 from megarl.actor.shape import MixtureOfExperts, ModelShape
+from megarl.config.bounds import PROBE_CONTEXT
 from megarl.config.schema import Config
 from megarl.config.violation import Violation
 
@@ -103,11 +104,11 @@ def _positions(config: Config, shape: ModelShape) -> Iterator[Violation]:
             "lower the lengths",
             (*LENGTHS, "actor.model"),
         )
-    probed = config.weight_sync.probe_tokens + 1
-    if probed > shape.max_positions:
+    probed = config.weight_sync.probe_tokens
+    if probed + PROBE_CONTEXT > shape.max_positions:
         yield Violation(
-            f"weight_sync.probe_tokens = {probed - 1} and the token before them exceed the model's "
-            f"max_position_embeddings = {shape.max_positions}; lower it",
+            f"weight_sync.probe_tokens = {probed} and the {PROBE_CONTEXT} tokens before them "
+            f"exceed the model's max_position_embeddings = {shape.max_positions}; lower it",
             ("weight_sync.probe_tokens", "actor.model"),
         )
 

@@ -43,6 +43,6 @@ class WeightSyncConfig(Group):
     probe_tokens: NonNegative = 16
     """Tokens that each server scores after a sync, and that must get the learner's log-probs
     before the server is used: in the mean within `parity.max_mean_abs_logprob`, or where that is 0
-    within 1e-4 nats for fp32, 0.2 for bf16, 0.5 for float8 servers. With `placement.mode` =
+    within 1e-4 nats for fp32, 0.25 for bf16, 0.5 for float8 servers. With `placement.mode` =
     `colocated`, where a server has no KV cache during a sync, all that servers sampled is held to
     this instead, before it is learned from. 0 does without."""

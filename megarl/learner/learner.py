@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.actor.shape import read_shape
+from megarl.config.bounds import PROBE_CONTEXT
 from megarl.config.layouts import learner_layout, learner_mesh, trained_shape
 from megarl.config.schema import Config
 from megarl.learner import distributed, shared_weights
@@ -207,8 +208,10 @@ class Learner:
         return [values[start:end] for start, end in zip(starts, starts[1:], strict=False)]
 
     def probe_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Log-probs of all of `tokens` but the first, at temperature 1, in the middle of a sync."""
-        (found,) = self.logprobs([(tokens[:1], tokens[1:])], temperature=1.0)
+        """Log-probs of the tokens of a probe after its context, at temperature 1, amid a sync."""
+        (found,) = self.logprobs(
+            [(tokens[:PROBE_CONTEXT], tokens[PROBE_CONTEXT:])], temperature=1.0
+        )
         self._mark("weight sync")
         return tuple(found)
 

@@ -22,6 +22,9 @@ ADMIN_KEY_VARIABLE = "MEGARL_ROLLOUT_ADMIN_KEY"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 SEEDS_PER_SERVER = 1000  # more than a server's restarts, so that no two servers share a seed
 
+IN_PLACE_SWITCHES = ("--disable-radix-cache", "--disable-overlap-schedule")
+"""What a server needs that keeps the KV cache of running requests over a weight sync."""
+
 Device = Literal["cpu", "cuda"]
 
 
@@ -73,8 +76,8 @@ def server_command(config: Config, place: ServerPlace, device: Device) -> Server
         switches.append("--enable-memory-saver")  # without it nothing is freed on a release
     if config.weight_sync.pause == "in_place":
         # KV cache of older weights stays with its request; with overlap, a token that was sampled
-        # before the pause would be counted after it, under the label of the new weights.
-        switches += ["--disable-radix-cache", "--disable-overlap-schedule"]
+        # before the pause is counted after it, under the label of the new weights (seen).
+        switches += IN_PLACE_SWITCHES
     own = [word for flag, value in values.items() for word in (flag, str(value))]
     python = config.launch.rollout_python or sys.executable
     return ServerCommand(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megarl.errors import NoAnswerError, WeightSyncError, in_words
 from megarl.reshard.layout import Piece
@@ -89,11 +89,12 @@ def hand_over(
     Pause, open, write (and prove what was written), close, label, resume, probe. Without
     `in_session` nothing is opened or closed; `suspect` is what to say of a probe that differs.
     Returns what `write` did and the largest difference of the probe, None without one. Raises what
-    went wrong
-    first; the server is then left paused, and under no label that was committed for these weights:
-    one that fails before the label keeps its old one, and one that fails after it loses its running
-    requests, which may have tokens of the new weights.
+    went wrong first; the server is then left paused, and under no label that was committed for
+    these weights: one that fails before the label keeps its old one, and one that fails after it
+    loses its running requests, which may have tokens of the new weights.
     """
+    if pause == "in_place":
+        check_in_place(calls.info())
     calls.pause(pause)
     written = _in_session(calls, write) if in_session else write()
     calls.set_version(str(version))  # before the resume, so that no token has the old label
@@ -118,6 +119,22 @@ def _in_session(calls: ServerCalls, write: Callable[[], Written]) -> Written:
         raise
     calls.end()
     return written
+
+
+def check_in_place(server: Mapping[str, Any]) -> None:
+    """Raise WeightSyncError where a server may not keep its KV cache over a sync.
+
+    >>> check_in_place({"disable_radix_cache": True, "disable_overlap_schedule": True})
+    """
+    missing = [
+        name for name in ("disable_radix_cache", "disable_overlap_schedule") if not server.get(name)
+    ]
+    if missing:
+        raise WeightSyncError(
+            f"weight_sync.pause = in_place, and the server runs without {' and '.join(missing)}: "
+            "new requests would use keys and values of old weights, or tokens of the old weights "
+            "get the new version; start it with them, or use weight_sync.pause = retract"
+        )
 
 
 def _take_back(calls: ServerCalls, version: int, why: Exception) -> None:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megarl.config.bounds import PROBE_CONTEXT
 from megarl.errors import WeightSyncError
 from megarl.weight_sync.pending import Pending
 
@@ -23,9 +24,10 @@ CHECKED = (
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """T + 1 tokens, and the learner's T log-probs of all but the first, in nats, at temperature 1.
+    """Tokens, and the learner's log-probs of the last of them, in nats, at temperature 1.
 
-    `bound` is the largest mean absolute difference that a server may show, in nats.
+    At least the first token has none. `bound` is the largest mean absolute difference that a
+    server may show, in nats.
     """
 
     token_ids: tuple[int, ...]
@@ -34,19 +36,25 @@ class Probe:
 
 
 def probe_tokens(num_scored: int, vocab_size: int, seed: int) -> tuple[int, ...]:
-    """The tokens of a run's probes, of which all but the first are scored: the same in every sync.
+    """The tokens of a run's probes, the last of which are scored: the same in every sync.
 
-    >>> probe_tokens(4, 512, seed=0) == probe_tokens(4, 512, seed=0)
-    True
-    >>> len(probe_tokens(4, 512, seed=0)), len(probe_tokens(0, 512, seed=0))
-    (5, 0)
+    They repeat themselves, and are scored after `PROBE_CONTEXT` of them: a trained model foretells
+    them by then. On likely tokens bf16 engines agree better than on random ones, and one that
+    attends wrongly is far off.
+
+    >>> probe_tokens(2, 512, seed=0)
+    (65, 190, 473, 393, 65, 190, 473, 393, 65, 190)
+    >>> probe_tokens(0, 512, seed=0)
+    ()
     """
     draw = random.Random(f"megarl probe {seed}")
-    return tuple(draw.randrange(vocab_size) for _ in range(num_scored + 1 if num_scored else 0))
+    drawn = [draw.randrange(vocab_size) for _ in range(PROBE_CONTEXT // 2)]
+    num_tokens = PROBE_CONTEXT + num_scored if num_scored else 0
+    return tuple(drawn[i % len(drawn)] for i in range(num_tokens))
 
 
 def largest_difference(probe: Probe, scored: Sequence[float], suspect: str = CHECKED) -> float:
-    """The largest absolute difference to what a server scored, in nats.
+    """The largest absolute difference to what a server scored (all tokens but the first), in nats.
 
     Raises WeightSyncError where the mean is above the probe's bound, naming the worst position and
     what to `suspect`.
@@ -61,7 +69,8 @@ the mean of 2 tokens (bound 0.1), most for token 9 at position 2, -4 on the serv
 learner. Its parameters have the learner's checksums, so suspect what the engine derives from \
 them: caches, scales, fused or packed copies
     """
-    pairs = list(zip(probe.logprobs, scored, strict=True))
+    num_before = len(probe.token_ids) - len(probe.logprobs)
+    pairs = list(zip(probe.logprobs, scored[num_before - 1 :], strict=True))
     differences = [abs(ours - theirs) for ours, theirs in pairs]
     mean = sum(differences) / len(differences)
     if not mean <= probe.bound:  # also where it is not a number
@@ -70,8 +79,8 @@ them: caches, scales, fused or packed copies
         raise WeightSyncError(
             f"its log-probs are not the learner's: they differ by {mean:.3g} nats in the mean of "
             f"{len(pairs)} tokens (bound {probe.bound:.3g}), most for token "
-            f"{probe.token_ids[worst + 1]} at position {worst + 1}, {theirs:.6g} on the server and "
-            f"{ours:.6g} in the learner. {suspect}"
+            f"{probe.token_ids[num_before + worst]} at position {num_before + worst}, "
+            f"{theirs:.6g} on the server and {ours:.6g} in the learner. {suspect}"
         )
     return max(differences)
 

@@ -94,11 +94,11 @@ def test_broken_tokenizer_config_is_named(place) -> None:
         ),
         (
             "--weight_sync.probe_tokens 64",
-            "weight_sync.probe_tokens = 64 and the token before them exceed the model's",
+            "weight_sync.probe_tokens = 64 and the 8 tokens before them exceed the model's",
         ),
         (
             "--weight_sync.probe_tokens 32 --learner.max_tokens_per_microbatch 32",
-            "weight_sync.probe_tokens = 32 and the token before them exceed "
+            "weight_sync.probe_tokens = 32 and the 8 tokens before them exceed "
             "learner.max_tokens_per_microbatch = 32",
         ),
         ("--prompts.path /no/such.jsonl", "prompts.path: /no/such.jsonl does not exist"),

@@ -13,6 +13,7 @@ import requests
 import torch
 from transformers import PreTrainedModel
 
+from megarl.config.bounds import PROBE_CONTEXT
 from megarl.reshard.mesh import LearnerMesh
 from megarl.types import ServerEndpoint, SyncReport
 from megarl.weight_sync.control import SourceSpec
@@ -87,7 +88,7 @@ class Learner:
 
         def score() -> Probe:
             found = site.logprobs(self.seed, list(tokens))
-            return Probe(tokens, tuple(found.tolist()), BOUND)
+            return Probe(tokens, tuple(found.tolist()[PROBE_CONTEXT - 1 :]), BOUND)
 
         return score
 

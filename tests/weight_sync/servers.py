@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class RealServer:
         device: str = "cpu",
         *,
         has_loader: bool = True,
+        switches: Sequence[str] = (),
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -93,6 +95,7 @@ class RealServer:
         argv += ["--skip-tokenizer-init", "--skip-server-warmup"]
         argv += ["--sleep-on-idle"] if device == "cpu" else ["--disable-cuda-graph"]
         argv += [str(word) for pair in flags.items() for word in pair]
+        argv += switches
         if has_loader:
             argv += ["--custom-weight-loader", LOAD_FORMAT, *LOADERS]
         with log.open("wb") as output:

@@ -18,6 +18,7 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.rollout.command import IN_PLACE_SWITCHES
 from megarl.types import ServerEndpoint, ServerSync
 from megarl.weight_sync import exchange, server_calls
 from megarl.weight_sync.sender import Sender
@@ -251,21 +252,18 @@ def test_hanging_server_is_given_up_at_the_deadline_and_repaired_later(
     learner.sync.close()
 
 
-@pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
-def test_requests_in_flight_keep_to_the_version_that_each_token_names(
-    site: Site, pause: PauseMode
-) -> None:
+def assert_kept_to_versions(site: Site, server: RealServer, pause: PauseMode) -> None:
+    """Requests that run while `server` is synced end as `pause` says, and the log-prob of each
+    token is that of the version which the token names."""
     old, new, total = 60, 61, 100
-    # in_place empties no prefix cache (megarl starts its servers without one); this one has PROMPT
-    prompt = [11, *PROMPT] if pause == "in_place" else PROMPT
     learner = Learner(pause=pause, site=site)
-    assert learner.publish(old, site.tp1).servers[0].verified
-    running = [Running(site.tp1, total, prompt).started() for _ in range(3)]
-    (result,) = learner.publish(new, site.tp1).servers
+    assert learner.publish(old, server).servers[0].error == ""
+    running = [Running(server, total).started() for _ in range(3)]
+    (result,) = learner.publish(new, server).servers
     assert (result.verified, result.error) == (True, "")
     assert result.probe_max_abs_logprob is not None and result.probe_max_abs_logprob < BOUND
     for request in running:
-        tokens = prompt + request.ended().tokens
+        tokens = PROMPT + request.ended().tokens
         switch = request.spans[0][1]
         if pause == "abort":
             assert request.reason == "abort"
@@ -273,7 +271,7 @@ def test_requests_in_flight_keep_to_the_version_that_each_token_names(
         else:
             assert request.reason == "length"
             assert request.spans == [(0, switch, "1"), (switch, total, "2")]
-        at = len(prompt) - 1  # the first log-prob of a response
+        at = len(PROMPT) - 1  # the first log-prob of a response
         expected = site.logprobs(old, tokens)[at : at + switch]
         if pause == "retract":  # the keys and values of the older tokens were computed anew
             expected = torch.cat([expected, site.logprobs(new, tokens)[at + switch :]])
@@ -281,6 +279,35 @@ def test_requests_in_flight_keep_to_the_version_that_each_token_names(
             rest = site.logprobs(new, tokens, cached=(old, at + switch))
             expected = torch.cat([expected, rest])
         assert (expected - request.logprobs).abs().max() < BOUND
+    learner.sync.close()
+
+
+@pytest.mark.parametrize("pause", ["retract", "abort"])
+def test_requests_in_flight_keep_to_the_version_that_each_token_names(
+    site: Site, pause: PauseMode
+) -> None:
+    assert_kept_to_versions(site, site.tp1, pause)
+
+
+@pytest.mark.slow
+def test_requests_that_keep_their_keys_and_values_keep_to_the_version_too(
+    site: Site, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model")
+    server = RealServer("kept", model, 1, tmp_path / "log", switches=IN_PLACE_SWITCHES)
+    try:
+        server.wait()
+        assert_kept_to_versions(site, server, "in_place")
+    finally:
+        server.kill()
+
+
+def test_server_that_would_mix_keys_of_two_versions_is_not_synced_in_place(site: Site) -> None:
+    learner = Learner(pause="in_place")
+    served = site.tp1.version()
+    report = learner.publish(60, site.tp1)
+    assert_refused(report, "runs without disable_radix_cache and disable_overlap_schedule")
+    assert site.tp1.version() == served
     learner.sync.close()
 
 
