@@ -26,6 +26,7 @@ from megarl.prompts.dataset import load_prompts
 from megarl.prompts.sampler import PromptSampler
 from megarl.prompts.tokenizer import Tokenizer, load_tokenizer
 from megarl.reward.base import Scorer
+from megarl.rollout import control
 from megarl.rollout.collect import Collector
 from megarl.rollout.servers import ServerPool
 from megarl.types import Prompt, ServerEndpoint
@@ -111,6 +112,8 @@ async def begin(
     await loop.turn.to("generating")
     if gate and not saved:
         for server in servers.endpoints()[:1]:  # none where it died since it was up
+            if not await control.has_start_weights(servers.http, server):
+                break  # it was there before this run, and another one has synced it
             baseline = await _difference(loop, probes, server)
             parity.check(config, baseline, None, "at start")
     loop.metrics.event("start", version=start, worst_staleness_steps=config.worst_staleness_steps)

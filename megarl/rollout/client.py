@@ -24,7 +24,6 @@ from megarl.types import FinishReason, ServerEndpoint, VersionSpan
 log = logging.getLogger(__name__)
 
 NO_VERSION = -1  # the weights that a server was started with; no sync has reached it
-UNSYNCED_LABEL = "default"  # SGLang's own label for them
 ABORT_S = 5.0  # how long an abort of cancelled requests may hold up their cancellation
 
 
@@ -203,7 +202,7 @@ def _completion(item: Any, request_id: str, server: str) -> Completion:
 
 def _version(label: Any) -> int:
     """A policy version from SGLang's label. Raises ValueError where it is none."""
-    return NO_VERSION if label == UNSYNCED_LABEL else int(label)
+    return NO_VERSION if label == control.UNSYNCED_LABEL else int(label)
 
 
 def _spans(spans: Any, num_tokens: int, wrong: Any) -> tuple[VersionSpan, ...]:

@@ -15,6 +15,7 @@ import aiohttp
 from megarl.errors import RolloutError
 from megarl.types import ServerEndpoint
 
+UNSYNCED_LABEL = "default"  # SGLang's own label for the weights that a server was started with
 POLL_S = 0.2
 PROBE_S = 5.0
 HEALTH_S = 30.0  # SGLang gives its scheduler 20 s to answer before it says 503
@@ -24,6 +25,20 @@ IDLE_S = 20.0  # for a server to end what it still does; below HEALTH_S, so that
 async def is_ready(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> bool:
     """Whether the server's HTTP side takes requests. Cheap; the scheduler is not asked."""
     return await _status(http, endpoint.url + "/ready", PROBE_S) == 200
+
+
+async def is_listening(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> bool:
+    """Whether the server's HTTP side answers at all: a paused server is not ready, and does."""
+    return await _status(http, endpoint.url + "/ready", PROBE_S) != 0
+
+
+async def has_start_weights(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> bool:
+    """Whether the server gives tokens of the weights that it was started with. Raises RolloutError.
+
+    One that another run synced, or left paused, does not.
+    """
+    label = (await model_info(http, endpoint)).get("weight_version")
+    return label == UNSYNCED_LABEL and await is_ready(http, endpoint)
 
 
 async def is_healthy(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> bool:

@@ -92,7 +92,7 @@ class Connector:
         limit_s = min(ANSWER_S, self.config.deadline.server_start_s)
         try:
             async with asyncio.timeout(None if incarnation else limit_s):
-                await control.until(control.is_ready, self.http, server.endpoint)
+                await control.until(control.is_listening, self.http, server.endpoint)
         except TimeoutError:
             raise RolloutError(
                 f"{where} does not answer within {limit_s:g} s; start it, or correct the URL"

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from megarl.config.schema import Config
 from megarl.errors import RolloutError
-from megarl.rollout import external, servers
+from megarl.rollout import control, external, servers
 from megarl.rollout.client import ServerGoneError
 from megarl.rollout.servers import ServerPool
 from megarl.types import ServerEndpoint
@@ -139,7 +139,6 @@ async def test_unreachable_server_is_named_at_start(model: Path) -> None:
         ({"facts": {**FACTS, "attn_dp_size": 4}}, "has attn_dp_size = 4"),
         ({"facts": {**FACTS, "dtype": "bfloat16"}}, "learner.precision.params is fp32"),
         ({"api_key": "another"}, "401"),
-        ({"is_healthy": False}, "does not answer"),
     ],
 )
 async def test_wrong_server_is_refused_in_words_at_start(
@@ -202,6 +201,32 @@ async def test_dead_server_leaves_routing_and_rejoins_when_it_answers_and_is_syn
         assert (second.url, second.incarnation) == (first.url, 1)
         assert joined == [second]
         again.kill()
+
+
+async def test_server_that_refused_and_is_paused_is_synced_again(model: Path) -> None:
+    async with running(model) as (pool, outside):
+
+        async def hook(endpoint: ServerEndpoint) -> None:
+            pool.mark_verified(verified([endpoint], 1))
+
+        pool.on_restart = hook
+        outside.is_healthy = False  # as a paused server says
+        pool.restart("server-0")
+        assert (await acquired(pool, 1)).incarnation == 1
+
+
+@pytest.mark.parametrize(
+    ("label", "is_ready", "found"),
+    [("default", True, True), ("default", False, False), ("3", True, False)],
+    ids=["as started", "left paused", "synced by another run"],
+)
+async def test_server_has_its_start_weights_where_nobody_has_synced_it(
+    model: Path, label: str, is_ready: bool, found: bool
+) -> None:
+    async with running(model) as (pool, outside):
+        outside.model = {**outside.model, "weight_version": label}
+        outside.is_healthy = is_ready
+        assert await control.has_start_weights(pool.http, pool.endpoints()[0]) is found
 
 
 async def test_server_that_comes_back_as_another_is_left_out(model: Path) -> None:
