@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.types import SyncReport
 from megarl.weight_sync.modes import ModeSettings
 from megarl.weight_sync.probe import Probe
+from megarl.weight_sync.stock import GRACE_S
 from tests.weight_sync import full_ranks, tiny
 from tests.weight_sync.family_models import SHAPES, Oracle
 from tests.weight_sync.forked import Ranks
@@ -29,6 +29,7 @@ from tests.weight_sync.full_ranks import Fault, Policy
 from tests.weight_sync.servers import RealServer
 
 MESH = LearnerMesh(tp=2, pp=2)
+MESHES = {"deepseek": LearnerMesh(tp=2, dp=2, ep=2)}  # its three layers are no two stages
 TOKENS = (7, 33, 120, 150, 4, 4, 51, 200, 13)
 BOUND = 1e-5  # nats, mean, fp32
 BUCKET_BYTES = 24 << 10  # less than a layer
@@ -65,7 +66,8 @@ class Site:
         folder = self.oracle.checkpoint(0)
         settings = dataclasses.replace(settings, bucket_bytes=BUCKET_BYTES, model=folder)
         arguments = (settings, self.version, [self.server.endpoint], probe, fault)
-        return self.ranks.ask(("publish", Policy(self.shape, MESH, seed), arguments))
+        mesh = MESHES.get(self.model, MESH)
+        return self.ranks.ask(("publish", Policy(self.shape, mesh, seed), arguments))
 
     def publish(
         self,
@@ -181,21 +183,20 @@ def test_failure_on_a_learner_rank_is_raised_on_all_and_the_next_sync_works(site
 @pytest.mark.parametrize("via", ["broadcast", "request"])
 def test_stopped_server_is_given_up_at_the_deadline(site: Site, via: Any) -> None:
     settings = dataclasses.replace(HF, hf_via=via, deadline_s=4.0)
-    start = time.monotonic()
     fault = Fault("stop", 1, pid=site.server.process.pid)
-    (found,) = site.publish(10, settings, fault=fault).servers
-    took_s = time.monotonic() - start
+    report = site.publish(10, settings, fault=fault)
     os.killpg(site.server.process.pid, signal.SIGCONT)
+    (found,) = report.servers
     assert not found.verified and found.is_lost, found
-    assert took_s < 4.0 + 12.0
+    assert report.took_s < 4.0 + GRACE_S
 
 
 def test_server_killed_between_begin_and_update_is_reported_at_once(site: Site) -> None:
     site.server.call("/health")
-    start = time.monotonic()
     fault = Fault("kill", 0, pid=site.server.process.pid)
-    (found,) = site.publish(11, dataclasses.replace(HF, deadline_s=60.0), fault=fault).servers
-    assert time.monotonic() - start < 20.0
+    report = site.publish(11, dataclasses.replace(HF, deadline_s=60.0), fault=fault)
+    (found,) = report.servers
+    assert report.took_s < 20.0
     assert not found.verified and found.is_lost, found
     (found,) = site.publish(12, dataclasses.replace(HF, deadline_s=60.0)).servers
     assert "has ended or is unreachable" in found.error
