@@ -141,33 +141,27 @@ class ColocatedTurn(Turn):
 
     async def _move(self, name: StageName) -> Figures:
         start_s, left, stage = time.perf_counter(), self._stage, self._stages[name]
-        here = self._stages[left].learner
-        occupation = self._servers.occupation
+        here, occupation = self._stages[left].learner, self._servers.occupation
+        leaving, coming = here - stage.learner, stage.learner - here
         figures = _named(left, await self._measure())
         if name != "generating":
             await self._servers.hold_starts()
-        gave = (
-            here - stage.learner,
-            await _both(self._offload(here - stage.learner), occupation.give(stage.servers)),
-        )
+        gave = await _both(self._offload(leaving), occupation.give(stage.servers))
         if name == "learning":
             floor = await self._measure()
             self._ledger.check(floor, self._processes())
             figures |= _named("floor", floor)
-        took = (
-            stage.learner - here,
-            await _both(self._onload(stage.learner - here), occupation.take(stage.servers)),
-        )
+        took = await _both(self._onload(coming), occupation.take(stage.servers))
         self._stage = name
         if name == "generating":
             await self._servers.allow_starts()
         self._metrics.event(
             "turn",
             stage=name,
-            learner_gave=_words(gave[0]),
-            servers_gave=_words(gave[1]),
-            learner_took=_words(took[0]),
-            servers_took=_words(took[1]),
+            learner_gave=_words(leaving),
+            servers_gave=_words(gave),
+            learner_took=_words(coming),
+            servers_took=_words(took),
         )
         return {**figures, f"time/to_{name}_s": time.perf_counter() - start_s}
 
