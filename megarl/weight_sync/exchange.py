@@ -86,8 +86,8 @@ def hand_over(
 ) -> tuple[Written, float | None]:
     """The order of one sync of one server, whatever `write` does between opening and closing it.
 
-    Pause, open, write (and prove what was written), close, label, resume, probe. Without
-    `in_session` nothing is opened or closed; `suspect` is what to say of a probe that differs.
+    Pause, open, pause again, write (and prove what was written), close, label, resume, probe.
+    Without `in_session` nothing is opened or closed; `suspect` is what to say of a probe that differs.
     Returns what `write` did and the largest difference of the probe, None without one. Raises what
     went wrong first; the server is then left paused, and under no label that was committed for
     these weights: one that fails before the label keeps its old one, and one that fails after it
@@ -96,7 +96,7 @@ def hand_over(
     if pause == "in_place":
         check_in_place(calls.info())
     calls.pause(pause)
-    written = _in_session(calls, write) if in_session else write()
+    written = _in_session(calls, pause, write) if in_session else write()
     calls.set_version(str(version))  # before the resume, so that no token has the old label
     try:
         calls.resume()
@@ -109,9 +109,15 @@ def hand_over(
         raise
 
 
-def _in_session(calls: ServerCalls, write: Callable[[], Written]) -> Written:
+def _in_session(calls: ServerCalls, pause: PauseMode, write: Callable[[], Written]) -> Written:
+    """`write` in a session, while nothing is generated.
+
+    The second pause is for a server that another learner has resumed since the first; one that is
+    still at it is known to the receiver, which then refuses.
+    """
     calls.begin()
     try:
+        calls.pause("retract" if pause == "abort" else pause)
         written = write()
     except Exception:
         with suppress(WeightSyncError):  # the first error is the one to tell

@@ -139,11 +139,15 @@ class WeightSync:
         # Both on all ranks together, while servers take the weights; errors come with the report.
         pending = (driving.sums, driving.probe) if driving else (None, None)
         work = self.sender.checksums if order.targets else dict
-        settle_sums(self._group, self._rank, work, pending[0])
         score = self._probe if order.targets else None
-        settle_probe(self._group, self._rank, score, pending[1])
-        mine = self._deliver(order, servers, driving, until) if driving else None
-        report = from_first(self._group, mine)
+        try:
+            settle_sums(self._group, self._rank, work, pending[0])
+            settle_probe(self._group, self._rank, score, pending[1])
+            mine = self._deliver(order, servers, driving, until) if driving else None
+            report = from_first(self._group, mine)
+        except WeightSyncError as error:
+            self._call_off(order, str(error))
+            raise
         for server, thread in sending.items():
             thread.join(max(0.0, until + _GRACE_S - time.monotonic()))
             if thread.is_alive():  # should it go on, it must find nothing of the next sync
@@ -152,6 +156,13 @@ class WeightSync:
         if not isinstance(report, SyncReport):
             raise WeightSyncError(f"version {version} was not published: {report}")
         return replace(report, took_s=time.monotonic() - start)
+
+    def _call_off(self, order: Order, why: str) -> None:
+        """Have no server wait for learner ranks that have lost each other."""
+        if self._board is not None:
+            for target in order.targets:
+                at = (order.version, order.attempt, target.server, target.incarnation)
+                self._board.put(Call(order.store, meeting_key(*at), ()).refusal_key, why)
 
     def close(self) -> None:
         """Remove this rank's arenas, and leave the groups. A server that did not answer keeps what

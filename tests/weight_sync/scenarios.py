@@ -85,7 +85,7 @@ KINDS: dict[str, Kind] = {
     "learner hang": Kind("learner", LATE, True, needs="messages"),
     "learner kill": Kind("learner", GONE, needs="messages"),
     "learner stop": Kind("learner", LATE, True, needs="messages"),
-    "learner nan": Kind("learner", "not finite"),
+    "learner nan": Kind("learner", "not finite|checksums differ"),
     "learner raise": Kind("learner", "no room"),
     "learner kill early": Kind("learner", GONE),
     "server drop": Kind("server", LATE, True, needs="messages"),

@@ -240,6 +240,14 @@ def test_killed_learner_rank_is_named_by_the_server_which_serves_the_next_learne
     assert server.holds(3)
 
 
+def test_learner_rank_that_ends_before_it_sends_holds_up_no_server(world: World) -> None:
+    learner, server = world.pair(60.0)
+    start = time.monotonic()
+    answers = learner.publish(2, 2, [server], Fault("kill early"), 1)
+    assert answers[1] is None and "a learner rank has ended" in str(answers[0])
+    assert server.drain(15.0) and time.monotonic() - start < 20
+
+
 def test_learner_rank_that_hangs_is_named_by_the_server_and_the_next_sync_succeeds(
     world: World,
 ) -> None:
@@ -336,6 +344,31 @@ def test_second_learner_is_refused_while_the_first_is_at_its_server(
     server.hook = None
     assert verified(second.publish(7, 8, [server]))  # the first has nothing more to do here
     assert server.version == "8" and server.holds(7)
+
+
+def test_server_that_another_learner_resumed_is_paused_again_before_it_is_written(
+    world: World,
+) -> None:
+    first, second = (world.learner(LearnerMesh(tp=2), on("a", "a")) for _ in range(2))
+    server = world.server("server-0", ("a", "a"))
+    assert verified(first.publish(1, 1, [server]))
+    others: list[Answers] = []
+
+    def hook(route: str, when: str, body: object) -> None:
+        if (route, when) == ("/begin_weight_update", "before") and not others:
+            others.append([])
+            others[0] = second.publish(7, 7, [server])
+
+    server.hook = hook
+    paused: list[bool] = []
+
+    def load(payloads: Sequence[str], faults: Sequence[Fault | None]) -> None:
+        paused.append(server.is_paused)
+        kept(payloads, faults)
+
+    kept, server._load = server._load, load  # type: ignore[method-assign]
+    assert verified(first.publish(2, 2, [server])) and verified(others[0])
+    assert paused == [True, True] and server.holds(2)
 
 
 def test_one_bad_server_does_not_hold_up_the_others(world: World) -> None:

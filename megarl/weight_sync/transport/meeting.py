@@ -105,7 +105,7 @@ def bounded(work: Callable[[], Result], until: float, what: str) -> Result:
     thread.start()
     thread.join(max(0.0, until - time.monotonic()))
     if errors:
-        raise errors[0]
+        raise errors.pop()  # not kept here: with it goes all that its frames hold
     if not results:
         raise WeightSyncError(f"{what}: learner rank 0's store does not answer")
     return results[0]
