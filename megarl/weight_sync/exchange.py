@@ -87,11 +87,11 @@ def hand_over(
     """The order of one sync of one server, whatever `write` does between opening and closing it.
 
     Pause, open, pause again, write (and prove what was written), close, label, resume, probe.
-    Without `in_session` nothing is opened or closed; `suspect` is what to say of a probe that differs.
-    Returns what `write` did and the largest difference of the probe, None without one. Raises what
-    went wrong first; the server is then left paused, and under no label that was committed for
-    these weights: one that fails before the label keeps its old one, and one that fails after it
-    loses its running requests, which may have tokens of the new weights.
+    Without `in_session` nothing is opened or closed; `suspect` is what to say of a probe that
+    differs. Returns what `write` did and the largest difference of the probe, None without one.
+    Raises what went wrong first; the server is then left paused, and under no label that was
+    committed for these weights: one that fails before the label keeps its old one, and one that
+    fails after it loses its running requests, which may have tokens of the new weights.
     """
     if pause == "in_place":
         check_in_place(calls.info())
