@@ -161,12 +161,6 @@ def _learner_experts(config: Config, moe: MixtureOfExperts) -> Iterator[Violatio
                 f"ranks; use {', '.join(divisors[:-1])} or {divisors[-1]}",
                 (f"learner.parallel.{name}", "actor.model"),
             )
-    if parallel.etp > 1 and uses_cpu(config):
-        yield Violation(
-            f"learner.parallel.etp = {parallel.etp}: on CPUs Gloo cannot gather different numbers "
-            "of tokens from ranks; use 1, and learner.parallel.ep to divide the experts",
-            ("learner.parallel.etp", "launch.device"),
-        )
     name = "learner.transformer_config.sequence_parallel"
     if parallel.tp > 1 and config.learner.transformer_config.get("sequence_parallel") is False:
         yield Violation(

@@ -56,7 +56,7 @@ class LearnerParallelConfig(Group):
     ep: Positive = 1
     """Expert-parallel ranks; with `etp` they divide the ranks of a stage, tp x cp x dp."""
     etp: Positive = 1
-    """Tensor-parallel ranks of each routed expert. A run on CPUs takes 1 alone."""
+    """Tensor-parallel ranks of each routed expert."""
     first_stage_layers: NonNegative = 0
     """Decoder layers of the first pipeline stage. 0 means as many as the others."""
     last_stage_layers: NonNegative = 0

@@ -52,9 +52,9 @@ def test_run_of_a_dense_model_refuses_ranks_for_experts(place, name: str) -> Non
             "learner.parallel.ep = 3: 8 experts do not split over 3 ranks; use 1, 2, 4 or 8",
         ),
         (
-            "--learner.parallel.etp 2 --placement.learner_gpus 2 --launch.device cpu",
-            "learner.parallel.etp = 2: on CPUs Gloo cannot gather different numbers of tokens from "
-            "ranks; use 1, and learner.parallel.ep to divide the experts",
+            "--learner.parallel.etp 3 --placement.learner_gpus 3",
+            "learner.parallel.etp = 3: 64 rows of an expert's gate (moe_intermediate_size) do not "
+            "split over 3 ranks; use 1, 2, 4, 8, 16, 32 or 64",
         ),
         (
             "--learner.parallel.tp 2 --learner.transformer_config.sequence_parallel false",
@@ -79,6 +79,8 @@ def test_run_with_experts_takes_expert_parallelism(place) -> None:
     place.change_model(**EXPERTS)
     arguments = "--learner.parallel.tp 2 --learner.parallel.ep 4 --placement.learner_gpus 4"
     assert place.load(*arguments.split()).learner.parallel.ep == 4
+    arguments = "--learner.parallel.tp 2 --learner.parallel.etp 2 --launch.device cpu"
+    assert place.load(*arguments.split()).learner.parallel.etp == 2
 
 
 @pytest.mark.parametrize(
