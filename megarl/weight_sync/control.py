@@ -147,6 +147,11 @@ class ControlMessage:
         """There while the sender is at this server, until its last call has been answered."""
         return busy_key(self.version, self.attempt, self.server, self.incarnation)
 
+    @property
+    def alone_key(self) -> str:
+        """What the server's first rank found of other learners' syncs."""
+        return f"{self.busy_key}/alone"
+
     def to_json(self) -> str:
         """The message as text."""
         return json.dumps(asdict(self), separators=(",", ":"))

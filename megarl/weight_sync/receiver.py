@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 KV_CACHE_SCALES = (".k_scale", ".v_scale")
 """Ends of names of parameters that SGLang gives an attention in a quantized model. They scale the
 KV cache, no policy has them, and checkpoints without them leave them unset."""
+_ALONE = "alone"
 _REMEMBERED = 256  # syncs of which a second delivery is known
 _ENDING_S = 10.0  # after a rank's own waiting: until its sender has made its last call
 
@@ -155,16 +156,26 @@ class Receiver:
     def _check_alone(self, message: ControlMessage) -> None:
         """Raise WeightSyncError where another learner is in the middle of a sync of this server.
 
-        It would call what this one has written its own.
+        It would call what this one has written its own. What the first rank finds holds for all:
+        the other sync may end between two ranks' looks at it.
         """
         if self._last is None or self._last[0].store == message.store:
             return
         last, over = self._last
+        found = _ALONE
         if time.monotonic() < over and _is_busy(last):
-            raise WeightSyncError(
+            found = (
                 f"the learner of run {last.run_id} at {last.store[0]}:{last.store[1]} is syncing "
                 f"this server to version {last.version}; refused: end one of the two learners"
             )
+
+        def agree() -> str:
+            store = acks.connect(message.store)
+            return str(store.compare_set(message.alone_key, "", found).decode())
+
+        agreed = bounded(agree, time.monotonic() + acks.CONNECT_S, server_member(message.tp_rank))
+        if agreed != _ALONE:
+            raise WeightSyncError(agreed)
 
     def _find_route(self, message: ControlMessage) -> Route:
         """The cached part of the plan, or a new one where the message is of another."""

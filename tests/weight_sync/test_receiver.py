@@ -18,7 +18,7 @@ from megarl.errors import WeightSyncError
 from megarl.reshard import execute
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.weight_sync import coverage, receiver
-from megarl.weight_sync.acks import Ack
+from megarl.weight_sync.acks import Ack, AckBoard
 from megarl.weight_sync.checksum import box_checksum
 from megarl.weight_sync.control import WIRE_DTYPES, SourceSpec, decode
 from megarl.weight_sync.receiver import Receiver
@@ -185,6 +185,25 @@ def test_arena_that_was_harmed_from_outside_is_refused_and_made_anew_for_the_nex
     simple.receivers = [Receiver(lambda: None) for _ in range(2)]  # as after a server's restart
     simple.learn(6)
     assert simple.sync(3) == []
+
+
+def test_ranks_agree_whether_another_learner_is_at_their_server(simple: Rig) -> None:
+    first, second = AckBoard("127.0.0.1"), AckBoard("127.0.0.1")
+    old = [dataclasses.replace(m, store=first.address) for m in simple.messages(2)]
+    assert all(ack.ok for ack in simple.receive(old))
+    first.put(old[0].busy_key, "here")
+    simple.learn(5)
+    new = [dataclasses.replace(m, store=second.address) for m in simple.messages(3)]
+    told = []
+    with torch.no_grad():
+        for receiver_of_rank, model, message in zip(
+            simple.receivers, simple.models, new, strict=True
+        ):
+            told.append(receiver_of_rank.receive(model, message).error)
+            first.forget([old[0].busy_key])  # it ends before the second rank looks
+    assert ["is syncing this server to version 2" in error for error in told] == [True, True]
+    later = [dataclasses.replace(m, store=second.address) for m in simple.messages(4)]
+    assert all(ack.ok for ack in simple.receive(later))
 
 
 def test_learner_whose_store_does_not_answer_holds_up_no_server(
