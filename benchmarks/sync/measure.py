@@ -23,7 +23,7 @@ from megarl.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 WARM_UP = 2  # syncs before the timed ones: plans and arenas are made in the first
-STREAM_TOKENS = 3000
+STREAM_TOKENS = 1500  # more than arrive meanwhile, and within every model's context
 
 
 @dataclass(frozen=True)

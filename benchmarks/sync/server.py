@@ -102,6 +102,8 @@ class Server:
             timeout=CALL_S,
             stream=True,
         ) as answer:
+            if answer.status_code != requests.codes.ok:
+                raise RuntimeError(f"no stream: {answer.status_code} {answer.text[:500]}")
             for line in answer.iter_lines():
                 if line.startswith(b"data: {"):
                     json.loads(line[6:])
