@@ -70,57 +70,60 @@ LATENT_HEADS = {
 }
 
 
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+        {"rope_parameters": LLAMA3_ROPE},
+    ),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+    "qwen3-moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {"head_dim": 32, **QWEN3_EXPERTS},
+    ),
+    "deepseek-v3": (
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {
+            **DEEPSEEK_EXPERTS,
+            **LATENT_HEADS,
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_parameters": DEEPSEEK_YARN,
+        },
+    ),
+    "moonlight": (
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {
+            **DEEPSEEK_EXPERTS,
+            **LATENT_HEADS,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+        },
+    ),
+    "glm4-moe": (
+        transformers.Glm4MoeConfig,
+        transformers.Glm4MoeForCausalLM,
+        {
+            **DEEPSEEK_EXPERTS,
+            "head_dim": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
+}
+
+
 def make(family: str, folder: Path, tied: bool = False) -> Any:
     """Build a model of `family` in fp32, save it into `folder`, and return it."""
-    config_class, model_class, extra = {
-        "llama": (
-            transformers.LlamaConfig,
-            transformers.LlamaForCausalLM,
-            {"rope_parameters": LLAMA3_ROPE},
-        ),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
-        "qwen3-moe": (
-            transformers.Qwen3MoeConfig,
-            transformers.Qwen3MoeForCausalLM,
-            {"head_dim": 32, **QWEN3_EXPERTS},
-        ),
-        "deepseek-v3": (
-            transformers.DeepseekV3Config,
-            transformers.DeepseekV3ForCausalLM,
-            {
-                **DEEPSEEK_EXPERTS,
-                **LATENT_HEADS,
-                "n_group": 2,
-                "topk_group": 1,
-                "rope_parameters": DEEPSEEK_YARN,
-            },
-        ),
-        "moonlight": (
-            transformers.DeepseekV3Config,
-            transformers.DeepseekV3ForCausalLM,
-            {
-                **DEEPSEEK_EXPERTS,
-                **LATENT_HEADS,
-                "q_lora_rank": None,
-                "n_group": 1,
-                "topk_group": 1,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
-            },
-        ),
-        "glm4-moe": (
-            transformers.Glm4MoeConfig,
-            transformers.Glm4MoeForCausalLM,
-            {
-                **DEEPSEEK_EXPERTS,
-                "head_dim": 32,
-                "n_group": 1,
-                "topk_group": 1,
-                "attention_bias": True,
-                "use_qk_norm": True,
-            },
-        ),
-    }[family]
+    config_class, model_class, extra = FAMILIES[family]
     config = config_class(**{**COMMON, **extra}, tie_word_embeddings=tied)
     config._attn_implementation = "eager"
     torch.manual_seed(7)
