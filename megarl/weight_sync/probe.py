@@ -47,8 +47,9 @@ def probe_tokens(num_scored: int, vocab_size: int, seed: int) -> tuple[int, ...]
     >>> probe_tokens(0, 512, seed=0)
     ()
     """
+    # not the last token of the vocabulary, which SGLang 0.5.23 reports as token 0 in its answer
     draw = random.Random(f"megarl probe {seed}")
-    drawn = [draw.randrange(vocab_size) for _ in range(PROBE_CONTEXT // 2)]
+    drawn = [min(draw.randrange(vocab_size), vocab_size - 2) for _ in range(PROBE_CONTEXT // 2)]
     num_tokens = PROBE_CONTEXT + num_scored if num_scored else 0
     return tuple(drawn[i % len(drawn)] for i in range(num_tokens))
 

@@ -25,7 +25,7 @@ from megarl.weight_sync.probe import Probe
 from tests.reshard.models import tiny_shape
 from tests.reshard.server_slices import server_slices
 
-PROBE_TOKENS = (5, 3, 8, 1, 299)
+PROBE_TOKENS = (5, 3, 8, 1, 298)
 
 Tensors = dict[str, torch.Tensor]
 
