@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.weight_sync.rig import Rig
+from tests.weight_sync.worlds import World
 
 
 @pytest.fixture
@@ -20,3 +21,10 @@ def rig() -> Iterator[Callable[..., Rig]]:
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.close()

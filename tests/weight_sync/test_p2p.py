@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -19,75 +19,12 @@ from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.session import WeightSync
 from tests.weight_sync import tiny
 from tests.weight_sync.faults import Fault, in_learner_rank
-from tests.weight_sync.forked import Answers, Learner, Place, Server, apart, distinct_bytes
+from tests.weight_sync.forked import Answers, Learner, Place, Server, distinct_bytes
 from tests.weight_sync.tiny import SHAPE
+from tests.weight_sync.worlds import SHORT_S, World, first_error, held, verified
 
-SHORT_S = 4.0  # deadline.sync_s where it is meant to pass
 GROWTH_KIB = 1024  # of one rank over twenty syncs, each of which moves 344 KiB
 ENDING_S = 6.0  # past the deadline at most: sessions are ended, words are said
-
-
-class World:
-    """What a test has started."""
-
-    def __init__(self) -> None:
-        self._made: list[Learner | Server] = []
-
-    def learner(
-        self,
-        mesh: LearnerMesh,
-        places: Sequence[Place],
-        limit_s: float = 30.0,
-        shares: bool = False,
-    ) -> Learner:
-        made = Learner(mesh, places, limit_s, shares)
-        self._made.append(made)
-        return made
-
-    def server(self, name: str, nodes: Sequence[str]) -> Server:
-        made = Server(name, nodes)
-        self._made.append(made)
-        return made
-
-    def pair(self, limit_s: float = SHORT_S) -> tuple[Learner, Server]:
-        """Two learner ranks on one node, a server of two ranks on another, with a sync behind."""
-        places, (nodes,) = apart(2, 2)
-        learner = self.learner(LearnerMesh(tp=2), places, limit_s)
-        server = self.server("server-0", nodes)
-        assert verified(learner.publish(1, 1, [server]))
-        return learner, server
-
-    def close(self) -> None:
-        for made in self._made:
-            made.close()
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
-    yield made
-    made.close()
-
-
-def verified(answers: Sequence[SyncReport | str | None]) -> bool:
-    """Whether every rank reports that every server has proved the version."""
-    reports = [answer for answer in answers if isinstance(answer, SyncReport)]
-    assert len(reports) == len(answers), answers
-    assert [s.error for r in reports for s in r.servers if s.error] == []
-    return all(server.verified for report in reports for server in report.servers)
-
-
-def first_error(answers: Sequence[SyncReport | str | None]) -> str:
-    """What rank 0 reports of the one server, which must not have proved anything."""
-    report = answers[0]
-    assert isinstance(report, SyncReport) and not report.servers[0].verified
-    return report.servers[0].error
-
-
-def held(learner: Learner) -> list[tuple[int, ...]]:
-    """Files and threads of each learner rank."""
-    found = learner.ranks.ask(("census",))
-    return [tuple(each[name] for name in ("files", "threads")) for each in found]
 
 
 def on(*nodes: str) -> list[Place]:
