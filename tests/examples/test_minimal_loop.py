@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.learner import tiny_models
-from tests.learner.test_parity import TEMPERATURE, WEIGHTS, Oracle
+from tests.learner.parity import TEMPERATURE, WEIGHTS, Oracle
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -32,8 +31,8 @@ def minimal() -> ModuleType:
 def test_loss_and_gradients_on_the_recorded_batch_are_those_the_learner_is_tested_against(
     minimal: ModuleType, tmp_path: Path
 ) -> None:
-    model = tiny_models.make("qwen3", tmp_path / "model", False)
-    oracle = Oracle(model, tmp_path / "groups")
+    oracle = Oracle("qwen3", tmp_path)
+    model = oracle.model
     model.zero_grad()
     longest = max(len(sample.response_ids) for sample, _ in oracle.samples)
 
