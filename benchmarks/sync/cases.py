@@ -122,7 +122,8 @@ def stored_tensors(case: Case) -> Tensors:
     for parameter in parameter_table(case.shape):
         names, tensor = parameter.stored_names(), whole[parameter.name]
         parts = tensor.unbind(0) if parameter.stacked else (tensor,)
-        stored.update({name: part.contiguous() for name, part in zip(names, parts, strict=True)})
+        # Memory of its own for each: pickled, a view of a stack takes the whole stack along.
+        stored.update({name: part.clone() for name, part in zip(names, parts, strict=True)})
     return stored
 
 
