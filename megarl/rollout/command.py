@@ -103,6 +103,9 @@ def _environment(config: Config, place: ServerPlace, device: Device) -> dict[str
         ADMIN_KEY_VARIABLE: place.admin_key,
         "HF_HUB_OFFLINE": "1",  # models are folders; nothing is looked up
         "TOKENIZERS_PARALLELISM": "false",
+        # Seconds. Above aiohttp's 15, so that the client lets go of idle connections first: a
+        # request that crosses the server's closing is lost ("Server disconnected").
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "120",
     }
     if device == "cuda" and config.placement.mode == "colocated":
         # Else the tag cuda_graph frees nothing (runner_backend/full_cuda_graph_backend.py).

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import aiohttp
+
 from megarl.compat import sglang_server
 from megarl.rollout import command
 from megarl.rollout.command import Device, ServerCommand, ServerPlace, server_command
@@ -26,6 +28,14 @@ def test_keys_travel_in_the_environment_only() -> None:
     assert "sesame" not in repr(made_command) + repr(PLACE)
     flags = sglang_server.take_keys(dict(made_command.env))
     assert " ".join(flags) == "--api-key=open-sesame --admin-api-key=root-sesame"
+
+
+async def test_idle_connections_are_closed_by_the_client_and_not_under_a_request() -> None:
+    connector = aiohttp.TCPConnector(limit=0)  # as the client makes its own
+    for device in ("cpu", "cuda"):
+        kept_s = int(made(device).env["SGLANG_TIMEOUT_KEEP_ALIVE"])  # type: ignore[arg-type]
+        assert kept_s > 2 * connector._keepalive_timeout
+    await connector.close()
 
 
 def test_names_shared_with_the_server_module_are_the_same() -> None:
