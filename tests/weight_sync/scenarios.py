@@ -61,7 +61,7 @@ class Kind:
     where: str
     words: str
     waits: bool = False
-    is_harmless: bool = False  # a sync may never fail of it
+    is_harmless: bool = False  # a sync may never fail of it: it is mended, or nobody looks there
     needs: str = ""  # "messages" or "arenas"
     routes: tuple[str, ...] = ROUTES
     moments: tuple[str, ...] = ("before", "after")
@@ -123,8 +123,8 @@ KINDS: dict[str, Kind] = {
     "arena stamp stale": Kind("call", "of another publish", **_AT_ARENA),  # type: ignore[arg-type]
     "arena nonce wrong": Kind("call", "another run", **_AT_ARENA),  # type: ignore[arg-type]
     "arena truncated": Kind("call", "stale or belongs", **_AT_ARENA),  # type: ignore[arg-type]
-    "arena gone": Kind("call", "does not exist", **_AT_ARENA),  # type: ignore[arg-type]
-    "arena files swapped": Kind("call", "another run", **_AT_ARENA),  # type: ignore[arg-type]
+    "arena gone": Kind("call", "does not exist", is_harmless=True, **_AT_ARENA),  # type: ignore[arg-type]
+    "arena files swapped": Kind("call", "another run", is_harmless=True, **_AT_ARENA),  # type: ignore[arg-type]
     "arena refs swapped": Kind(
         "call", "another layout|has nonce", needs="arenas", routes=(UPDATE,), moments=("before",)
     ),
@@ -135,7 +135,9 @@ KINDS: dict[str, Kind] = {
         "call", "no acknowledgement from TP", True, routes=(UPDATE,), moments=("after",)
     ),
     "old update replayed": Kind("call", f"another publish|{LATE}|{GONE}", True, is_harmless=True),
-    "update delivered twice": Kind("call", f"{LATE}|{GONE}", True, routes=(UPDATE,)),
+    "update delivered twice": Kind(
+        "call", f"{LATE}|{GONE}", True, routes=(UPDATE,), is_harmless=True
+    ),
     "live weight poisoned": Kind("call", "log-probs are not", routes=(END, LABEL, RESUME)),
     "second learner": Kind("call", f"another learner|is syncing this server|{LATE}", True),
 }
