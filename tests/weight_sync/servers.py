@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ class RealServer:
         *,
         has_loader: bool = True,
         switches: Sequence[str] = (),
+        module: str = "megarl.compat.sglang_server",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -91,7 +93,7 @@ class RealServer:
             "--port": port,
             "--log-level": "warning",
         }
-        argv = [sys.executable, "-m", "megarl.compat.sglang_server"]
+        argv = [sys.executable, "-m", module]
         argv += ["--skip-tokenizer-init", "--skip-server-warmup"]
         argv += ["--sleep-on-idle"] if device == "cpu" else ["--disable-cuda-graph"]
         argv += [str(word) for pair in flags.items() for word in pair]
@@ -104,7 +106,7 @@ class RealServer:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=self._environment(tp),
+                env={**self._environment(tp), **(environment or {})},
                 cwd=ROOT,
                 start_new_session=True,
             )
