@@ -88,5 +88,8 @@ def in_words(error: Exception) -> str:
 
     >>> in_words(LayoutError("7 heads do not split over 2 ranks")), in_words(KeyError("x"))
     ('7 heads do not split over 2 ranks', "KeyError('x')")
+    >>> in_words(FileNotFoundError(2, "No such file or directory", "/models/m"))  # repr has no path
+    "[Errno 2] No such file or directory: '/models/m'"
     """
-    return str(error) if isinstance(error, MegarlError) else repr(error)
+    is_sentence = isinstance(error, MegarlError) or (isinstance(error, OSError) and error.filename)
+    return str(error) if is_sentence else repr(error)

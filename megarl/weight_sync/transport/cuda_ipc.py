@@ -146,7 +146,7 @@ class CudaArena:
             handles = (memory.export(pointer).hex(),)
             table = Table(memory.gpu, _this_process(), _namespace(), is_lasting, handles, places)
             header = _header(run_id, generation, rank, table, digest)
-        except Exception:
+        except Exception:  # nobody else would give it back
             memory.free(pointer)
             raise
         data = tensor_over(pointer, num_bytes, memory.device)
