@@ -30,11 +30,10 @@ def load(model: torch.nn.Module, named: Sequence[tuple[str, object]]) -> None:
         _load(model, named)
 
 
-receiver.load = load
-
 if __name__ == "__main__":
     sglang_server.die_with_parent()
-if __name__ in ("__main__", "__mp_main__"):
+if __name__ in ("__main__", "__mp_main__"):  # not where a test imports this module
+    receiver.load = load
     sglang_server.prepare_process(sys.argv)
 if __name__ == "__main__":
     sglang_server.main()
