@@ -6,6 +6,7 @@ and one report of all of it. How each way works is `session`'s (exact), `stock`'
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from megarl.errors import NoAnswerError, in_words
 from megarl.reshard.layout import Layout
-from megarl.types import ServerEndpoint, ServerSync, SyncReport, is_loopback
+from megarl.types import ServerEndpoint, ServerSync, SyncReport, SyncTimes, is_loopback
 from megarl.weight_sync import capability
 from megarl.weight_sync.capability import ServerFacts
 from megarl.weight_sync.checkpoint_files import CheckpointWriter
@@ -175,7 +176,7 @@ class ModalSync:
         if "disk" in wanted:
             disk = _of(mine, "disk")
             reports.append(self._from_disk().publish(version, disk, until, self._score))
-        report = _merged(version, servers, reports) if self._rank == 0 else reports[0]
+        report = merged(version, servers, reports) if self._rank == 0 else reports[0]
         return replace(from_first(self._group, report), took_s=time.monotonic() - start)
 
     def close(self) -> None:
@@ -304,16 +305,21 @@ def _undecided(mine: Mine) -> tuple[ServerSync, ...]:
     )
 
 
-def _merged(
+def merged(
     version: int, servers: Sequence[ServerEndpoint], reports: Sequence[SyncReport]
 ) -> SyncReport:
-    """One report, its servers in the order that was asked for."""
+    """One report of all modes, one after the other: its servers in the order asked for.
+
+    `took_s` is the caller's, who waited for more than these.
+    """
     found = {result.server: result for report in reports for result in report.servers}
     return SyncReport(
-        version,
-        tuple(found[server.name] for server in servers),
-        sum(report.moved_bytes for report in reports),
-        sum(report.minimum_bytes for report in reports),
-        0.0,
-        sum(report.network_bytes for report in reports),
+        version=version,
+        servers=tuple(found[server.name] for server in servers),
+        moved_bytes=sum(report.moved_bytes for report in reports),
+        minimum_bytes=sum(report.minimum_bytes for report in reports),
+        took_s=0.0,
+        network_bytes=sum(report.network_bytes for report in reports),
+        quantization_error=max(report.quantization_error for report in reports),
+        times=functools.reduce(SyncTimes.plus, (report.times for report in reports)),
     )
