@@ -37,6 +37,21 @@ def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
+def memory_bytes() -> tuple[int, int]:
+    """Resident and peak resident bytes of this process.
+
+    >>> resident, peak = memory_bytes()
+    >>> 1 << 20 < resident <= peak
+    True
+    """
+    values = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("VmRSS", "VmHWM"):
+            values[name] = int(rest.split()[0]) * 1024
+    return values.get("VmRSS", 0), values.get("VmHWM", 0)
+
+
 def tree_rss_bytes(pids: Iterable[int]) -> int:
     """Resident memory of these processes and all below them; shared pages count for each.
 

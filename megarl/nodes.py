@@ -1,16 +1,25 @@
-"""Which node a process is on, by the one rule that launcher, learner and servers share.
+"""Nodes and their GPUs, by the rules that settings, launcher, learner and servers share.
 
-Owns the rule. Processes of one node share memory; between nodes they do not.
+Owns those rules and the variables that the launcher gives its processes on a node. Processes of one
+node share memory; between nodes they do not. Imports nothing of megarl and no engine.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
 
 NODE_VARIABLE = "MEGARL_NODE"
 ADDRESS_VARIABLE = "MEGARL_LEARNER_ADDRESS"
 """Set by the launcher for the learner: the address of its first node that other nodes reach."""
+
+RUN_ID_VARIABLE = "MEGARL_RUN_ID"
+"""Set by the launcher; names this start's shared memory, megarl_<run id>_*, which it sweeps."""
+
+Device = Literal["cpu", "cuda"]
 
 
 def node_name(environ: Mapping[str, str]) -> str:
@@ -20,3 +29,15 @@ def node_name(environ: Mapping[str, str]) -> str:
     'a'
     """
     return environ.get(NODE_VARIABLE) or environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """How many NVIDIA GPUs of this machine a process may use.
+
+    >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "3,5"}), visible_gpus({"CUDA_VISIBLE_DEVICES": ""})
+    (2, 0)
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name not in ("", "-1", "NoDevFiles")])
+    return len([path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])

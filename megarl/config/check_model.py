@@ -7,6 +7,7 @@ allow is written down here, with its source.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megarl.actor.shape import MixtureOfExperts, ModelShape
 from megarl.config.bounds import PROBE_CONTEXT
 from megarl.config.schema import Config
 from megarl.config.violation import Violation
+from megarl.nodes import visible_gpus
 
 # SGLang 0.5.23 on a CPU pads intermediate sizes to a multiple of 32 x tp, configs/update_config.py
 CPU_INTERMEDIATE_MULTIPLE = 32
@@ -247,9 +249,9 @@ def allowed_sizes(works: Callable[[int], bool], highest: int) -> str:
 
 
 def uses_cpu(config: Config) -> bool:
-    """Whether the run is on CPUs, as far as this machine can tell: it has no NVIDIA driver."""
+    """Whether the run is on CPUs; for `auto`, as far as this machine can tell by its GPUs."""
     if config.launch.device == "auto":
-        return not Path("/dev/nvidiactl").exists()
+        return visible_gpus(os.environ) == 0
     return config.launch.device == "cpu"
 
 

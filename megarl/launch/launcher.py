@@ -20,9 +20,8 @@ from megarl.errors import LaunchError
 from megarl.launch.process import Process, start
 from megarl.launch.topology import Seat, Topology
 from megarl.launch.warden import NODE_RANK
-from megarl.nodes import ADDRESS_VARIABLE, NODE_VARIABLE
+from megarl.nodes import ADDRESS_VARIABLE, NODE_VARIABLE, RUN_ID_VARIABLE
 
-RUN_ID_VARIABLE = "MEGARL_RUN_ID"  # names the run's shared memory: megarl_<run id>_*
 LEARNER = "learner"
 LEARNER_GRACE_S = 4.0  # its launcher takes 3 s to end ranks that ignore SIGTERM
 END_S = 8.0  # to end by themselves; Ctrl-C has 15 s in all

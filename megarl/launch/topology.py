@@ -12,18 +12,16 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, LaunchError
-from megarl.nodes import NODE_VARIABLE, node_name
+from megarl.nodes import NODE_VARIABLE, Device, node_name, visible_gpus
 
 LOOPBACK = "127.0.0.1"
 SCONTROL_S = 30.0  # a busy slurmctld answers late
 
 Kind = Literal["local", "slurm"]
-Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +116,13 @@ def local_nodes(environ: Mapping[str, str]) -> tuple[Node, ...]:
     """
     names = node_name(environ).split(",")
     num_cpus = len(os.sched_getaffinity(0))
-    num_gpus = _local_gpus(environ, Path("/dev"))
+    num_gpus = visible_gpus(environ)
     if num_gpus and len(names) > 1:
         raise ConfigError(
             f"{NODE_VARIABLE} names {len(names)} nodes, and this machine has {num_gpus} GPU(s), "
             "which they cannot share; name one node, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
     return tuple(Node(name, LOOPBACK, name, num_cpus, num_gpus) for name in names)
-
-
-def _local_gpus(environ: Mapping[str, str], devices: Path) -> int:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name not in ("", "-1", "NoDevFiles")])
-    return len([path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
 
 
 def slurm_nodes(environ: Mapping[str, str]) -> tuple[Node, ...]:

@@ -21,7 +21,8 @@ def listen_address() -> str:
     for name in (os.environ.get("MASTER_ADDR", ""), socket.gethostname()):
         try:
             address = socket.gethostbyname(name)
-            socket.socket(socket.AF_INET, socket.SOCK_STREAM).bind((address, 0))
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+                probe.bind((address, 0))
         except OSError:
             continue
         return address

@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ from torch import Tensor, UntypedStorage
 from megarl.errors import LearnerError
 from megarl.learner.host_store import HostStore, distinct_storages, identity, synchronize
 from megarl.learner.verbs import PARTS, VERBS
-
-PAGE_BYTES = 4096
+from megarl.linux import memory_bytes
 
 
 class LearnerState:
@@ -105,7 +103,7 @@ class LearnerState:
         found = {
             "learner_state_bytes": sum(s.nbytes() for p in PARTS for s in self._storages(p)),
             "learner_parked_bytes": sum(store.num_bytes for store in self._stores.values()),
-            **(_of_gpu(self._device) if is_gpu else {"learner_rss_bytes": _rss_bytes()}),
+            **(_of_gpu(self._device) if is_gpu else {"learner_rss_bytes": memory_bytes()[0]}),
         }
         values = torch.tensor(list(found.values()), dtype=torch.int64, device=self._device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
@@ -163,10 +161,6 @@ def _of_gpu(device: torch.device) -> dict[str, int]:
         "device_used_bytes": total - free,
         "device_rest_bytes": total - free - reserved,
     }
-
-
-def _rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def _are(parts: Sequence[str]) -> str:

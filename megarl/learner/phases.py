@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+
+from megarl.linux import memory_bytes
+from megarl.nodes import node_name
 
 IDLE = "idle"
 
@@ -61,7 +63,9 @@ class PhaseFile:
         logs.mkdir(parents=True, exist_ok=True)
         self._path = phase_path(logs, rank)
         self._lock = threading.Lock()  # rank 0's HTTP thread reports a late verb
-        self.current = RankPhase(rank, os.getpid(), host_name(), "start", "importing", time.time())
+        self.current = RankPhase(
+            rank, os.getpid(), node_name(os.environ), "start", "importing", time.time()
+        )
         self._write(self.current)
 
     def begin(self, verb: str, sequence: int) -> None:
@@ -88,7 +92,7 @@ class PhaseFile:
     def _change(self, **facts: object) -> None:
         with self._lock:
             if "phase" in facts:
-                rss_bytes, peak_rss_bytes = _memory_bytes()
+                rss_bytes, peak_rss_bytes = memory_bytes()
                 facts |= {
                     "since": time.time(),
                     "rss_bytes": rss_bytes,
@@ -149,20 +153,3 @@ def write_json(path: Path, value: object, mode: int = 0o644) -> None:
     with os.fdopen(descriptor, "w") as file:
         json.dump(value, file)
     os.replace(temporary, path)
-
-
-def host_name() -> str:
-    """Node identity: MEGARL_NODE, else Slurm's node name, else the host name."""
-    names = (os.environ.get(name) for name in ("MEGARL_NODE", "SLURMD_NODENAME"))
-    return next((name for name in names if name), socket.gethostname())
-
-
-def _memory_bytes() -> tuple[int, int]:
-    """Resident and peak resident bytes of this process."""
-    values = {}
-    with open("/proc/self/status") as status:
-        for line in status:
-            name, _, rest = line.partition(":")
-            if name in ("VmRSS", "VmHWM"):
-                values[name] = int(rest.split()[0]) * 1024
-    return values.get("VmRSS", 0), values.get("VmHWM", 0)

@@ -25,8 +25,9 @@ from megarl.config.load import read_config
 from megarl.config.schema import Config
 from megarl.learner.failure import Exit, cgroup_oom_kills, describe, first_failure, memory_now
 from megarl.learner.parent import PARENT_PID, die_with_parent, leave
-from megarl.learner.phases import host_name, read_phases, write_json
+from megarl.learner.phases import read_phases, write_json
 from megarl.linux import adopt_orphans
+from megarl.nodes import node_name
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ def report(exits: dict[int, Exit], logs: Path, oom_kills_before: int) -> None:
     if phase is not None and phase.pid != end.pid:
         phase = None  # it died before it wrote its own
     memory = memory_now(phase, oom_kills_before)
-    failure = describe(rank, end, phase, host_name(), memory, time.time())
+    failure = describe(rank, end, phase, node_name(os.environ), memory, time.time())
     log.error("%s", failure.text)
     if not path.exists():
         write_json(path, failure.facts())

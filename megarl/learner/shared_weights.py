@@ -14,14 +14,11 @@ from megarl.compat import megatron_buffers
 from megarl.config.schema import Config
 from megarl.errors import LearnerError, WeightSyncError
 from megarl.learner.distributed import Ranks
+from megarl.nodes import RUN_ID_VARIABLE
 from megarl.weight_sync.transport.in_place import live_memory
 from megarl.weight_sync.transport.shared import Arena
 
 log = logging.getLogger(__name__)
-
-
-RUN_ID_VARIABLE = "MEGARL_RUN_ID"
-"""Set by the launcher; names this start's shared memory, which the launcher sweeps at the end."""
 
 
 def run_id() -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import Literal
 
 from megarl.config.schema import Config
+from megarl.nodes import Device
 from megarl.rollout import engine_args
 
 MODULE = "megarl.compat.sglang_server"
@@ -24,8 +24,6 @@ SEEDS_PER_SERVER = 1000  # more than a server's restarts, so that no two servers
 
 IN_PLACE_SWITCHES = ("--disable-radix-cache", "--disable-overlap-schedule")
 """What a server needs that keeps the KV cache of running requests over a weight sync."""
-
-Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ import aiohttp
 
 from megarl.config.schema import Config
 from megarl.errors import RolloutError
+from megarl.nodes import Device
 from megarl.rollout import control, ports
-from megarl.rollout.command import Device, ServerPlace, server_command
+from megarl.rollout.command import ServerPlace, server_command
 from megarl.types import ServerEndpoint
 
 State = Literal["starting", "unsynced", "syncing", "routable", "dead"]

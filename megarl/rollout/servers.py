@@ -24,8 +24,8 @@ import aiohttp
 from megarl.config.schema import Config
 from megarl.errors import MegarlError, RolloutError
 from megarl.linux import tree_rss_bytes
+from megarl.nodes import Device
 from megarl.rollout import control, external
-from megarl.rollout.command import Device
 from megarl.rollout.external import Connector
 from megarl.rollout.occupation import Occupation
 from megarl.rollout.proved import ProvedVersions
