@@ -1,6 +1,6 @@
-"""The command line: train | config | reshard | help. Owns its form, its help and the exit status.
+"""The command line: train | check | config | reshard | help. Owns its form, help and exit status.
 
-Knows nothing of components: settings are described by `config/`, a run is made by `launch/`.
+What a command does is elsewhere: settings are described by `config/`, a run is made by `launch/`.
 """
 
 from __future__ import annotations

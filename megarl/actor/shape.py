@@ -1,7 +1,7 @@
 """The shape of the policy, read from a Hugging Face config.json, strictly.
 
-Owns the meaning of every config field: honoured, known not to matter, or refused. Knows nothing of
-weights, parallelism or engines.
+Owns the meaning of every config field: honoured, known not to matter, or refused. Of the
+weights it knows names and shapes only; nothing of parallelism or engines.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Launcher:
     async def spawn(
         self, argv: Sequence[str], env: Mapping[str, str], name: str, log_path: Path
     ) -> Process:
-        """Start rollout server `name`, such as server-0, at its seat: rollout/servers.py's `Spawn`.
+        """Start rollout server `name`, such as server-0, at its seat: rollout/server.py's `Spawn`.
 
         `env` is added to this process's environment.
         """

@@ -1,6 +1,6 @@
 """Megatron distributed checkpoints (torch_dist) as chunks: what is stored where, and its values.
 
-Owns torch's own metadata of such a folder. Knows nothing of models and layouts.
+Owns the reading of torch's own metadata of such a folder; whose layout it is, is the caller's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small calls to one rollout server: is it ready, what does it serve, abort, flush, give memory.
 
-Owns their paths and which of the two keys opens them. Knows nothing of prompts, routing or weights
-(those calls are the weight sync's).
+Owns their paths and which of the two keys opens them. Knows nothing of prompts and routing; calls
+that bring weights are the weight sync's.
 """
 
 from __future__ import annotations
