@@ -44,7 +44,6 @@ class Reward:
 
     state: RewardState
     value: float | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
 
     def __post_init__(self) -> None:

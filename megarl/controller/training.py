@@ -49,7 +49,7 @@ def load_inputs(config: Config) -> Inputs:
     prompts = load_prompts(config, tokenizer)
     held_out: tuple[Prompt, ...] = ()
     if config.eval.prompts:
-        held_out = load_prompts(config, tokenizer, config.eval.prompts)[: config.eval.max_prompts]
+        held_out = load_prompts(config, tokenizer, config.eval.prompts, config.eval.max_prompts)
     return Inputs(tokenizer, prompts, held_out)
 
 

@@ -107,7 +107,10 @@ def _parse(place: str, prompt_id: str, row: dict[str, object], settings: Prompts
         solution = _text_field(place, row, "answer")
         _, mark, answer = solution.rpartition(GSM8K_MARK)
         if not mark or not answer.strip():
-            raise DataError(f"{place}: 'answer' has no {GSM8K_MARK} and number behind it")
+            raise DataError(
+                f"{place}: 'answer' has no {GSM8K_MARK} and number behind it; mend the row, or use "
+                "prompts.format=jsonl, where the answer is the whole text"
+            )
         return Row(place, prompt_id, text, answer.strip(), row)
     if settings.format == "reasoning_gym":
         return Row(place, prompt_id, text, _gym_answer(row), row)

@@ -22,6 +22,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megarl.actor.config_fields import read_json
 from megarl.actor.shape import eos_token_ids
 from megarl.errors import ConfigError, ModelError
 
@@ -122,8 +123,9 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     # A tokenizer.json may carry the truncation and padding of somebody's training run.
     backend.no_truncation()
     backend.no_padding()
-    settings = _read_object(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(settings, _read_object(folder / "special_tokens_map.json"))
+    settings = read_json(folder / "tokenizer_config.json", required=False)
+    names = read_json(folder / "special_tokens_map.json", required=False)
+    special_tokens = _special_tokens(settings, names)
     eos_ids = list(eos_token_ids(folder))
     named_eos = backend.token_to_id(special_tokens.get("eos_token", ""))
     if named_eos is not None and named_eos not in eos_ids:
@@ -135,19 +137,6 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
         special_tokens=special_tokens,
         template=_load_template(folder, settings),
     )
-
-
-def _read_object(path: Path) -> dict[str, object]:
-    """A JSON object, or an empty one where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}: not JSON: {error}; copy the file again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: a {type(value).__name__}, not an object; copy the file again")
-    return value
 
 
 def _special_tokens(*sources: Mapping[str, object]) -> dict[str, str]:
@@ -179,14 +168,14 @@ def _load_template(folder: Path, settings: Mapping[str, object]) -> jinja2.Templ
     try:
         return _environment().from_string(source)
     except jinja2.TemplateError as error:
-        raise ModelError(f"{folder}: its chat template is broken: {error}") from error
+        raise ModelError(
+            f"{folder}: its chat template is broken: {error}; fetch the file again, or use "
+            "prompts.template=none"
+        ) from error
 
 
 class _GenerationBlocks(Extension):
-    """Renders `{% generation %} ..
-
-    {% endgeneration %}`, which marks assistant text, as its body.
-    """
+    """The block `generation`, which marks assistant text in a template, renders as its body."""
 
     tags = {"generation"}
 
