@@ -210,7 +210,8 @@ class ServerSync:
 
     `is_lost`: it did not answer, or could not be stopped again, so that only a new start helps.
     `probe_max_abs_logprob` is the largest difference of the log-prob probe in nats, where there is
-    one.
+    one. `label`, where it is verified, is what the tokens of these weights carry: the version, a
+    point, and what tells this publish from all others, of this learner and of any other.
     """
 
     server: str
@@ -219,6 +220,7 @@ class ServerSync:
     error: str = ""
     is_lost: bool = False
     probe_max_abs_logprob: float | None = None
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)

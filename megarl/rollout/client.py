@@ -49,12 +49,16 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One response, T tokens. `logprobs` [T], in nats, are those of the sampling pass itself."""
+    """One response, T tokens. `logprobs` [T], in nats, are those of the sampling pass itself.
+
+    `labels` are what the server calls the weights of each of `version_spans`.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
+    labels: tuple[str, ...]
 
 
 class RolloutClient:
@@ -197,12 +201,13 @@ def _completion(item: Any, request_id: str, server: str) -> Completion:
         logprobs=tuple(logprobs),
         finish_reason=cast(FinishReason, reason),
         version_spans=_spans(spans, len(token_ids), wrong),
+        labels=tuple(str(span["version"]) for span in spans),
     )
 
 
 def _version(label: Any) -> int:
-    """A policy version from SGLang's label. Raises ValueError where it is none."""
-    return NO_VERSION if label == control.UNSYNCED_LABEL else int(label)
+    """The policy version in a label, VERSION.ATTEMPT. Raises ValueError where there is none."""
+    return NO_VERSION if label == control.UNSYNCED_LABEL else int(str(label).partition(".")[0])
 
 
 def _spans(spans: Any, num_tokens: int, wrong: Any) -> tuple[VersionSpan, ...]:

@@ -1,7 +1,8 @@
-"""Which policy versions each server process has proved, and that a response has tokens of no other.
+"""Which publishes each server process has proved, and that a response has tokens of no other.
 
-A version is committed on a process by the report of a sync that verified it there. Owns that record
-and the check of responses against it. Knows nothing of routing or of how a version is proved.
+A publish is committed on a process by the report of a sync that verified it there, under a label
+that no other publish has: neither an earlier attempt at its version nor another run's. Owns that
+record and the check of responses against it. Knows nothing of routing or of how it is proved.
 """
 
 from __future__ import annotations
@@ -10,21 +11,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megarl.errors import RolloutError
-from megarl.rollout.client import NO_VERSION, Completion
+from megarl.rollout.client import Completion
+from megarl.rollout.control import UNSYNCED_LABEL
 from megarl.types import ServerEndpoint
 
 Process = tuple[str, int]
 
 
 class ProvedVersions:
-    """The versions that server processes (name, incarnation) proved in this run."""
+    """The labels of weights that server processes (name, incarnation) proved in this run."""
 
     def __init__(self) -> None:
-        self._proved: dict[Process, set[int]] = defaultdict(set)
+        self._proved: dict[Process, dict[str, None]] = defaultdict(dict)  # in their order
 
-    def prove(self, endpoint: ServerEndpoint, version: int) -> None:
-        """Record that this process proved `version`."""
-        self._proved[_process(endpoint)].add(version)
+    def prove(self, endpoint: ServerEndpoint, label: str) -> None:
+        """Record that this process proved the weights that it calls `label`."""
+        self._proved[_process(endpoint)][label] = None
 
     def check(
         self,
@@ -34,20 +36,20 @@ class ProvedVersions:
     ) -> None:
         """Raise RolloutError where a token was sampled from weights that this process never proved.
 
-        The weights that servers start with count as proved until any version has been committed.
+        The weights that servers start with count as proved until any others have been committed.
         """
-        proved = self._proved.get(_process(endpoint), set())
+        proved = self._proved.get(_process(endpoint), {})
         if not self._proved:
-            proved = {NO_VERSION}
+            proved = {UNSYNCED_LABEL: None}
         for completion, response_id in zip(completions, response_ids, strict=True):
-            for span in completion.version_spans:
-                if span.version not in proved:
+            for span, label in zip(completion.version_spans, completion.labels, strict=True):
+                if label not in proved:
                     raise RolloutError(
                         f"{response_id} from {endpoint.name}, incarnation {endpoint.incarnation}: "
-                        f"tokens {span.start} to {span.end} were sampled from "
-                        f"{_words(span.version)}, which that process never proved "
-                        f"(proved: {sorted(proved) or 'none'}); it is not used. Was the server "
-                        "synced or resumed by another program?"
+                        f"tokens {span.start} to {span.end} were sampled from {_words(label)}, "
+                        "which that process never proved to this run "
+                        f"(last proved: {next(reversed(proved), 'none')}); it is not used. Was "
+                        "the server synced or resumed by another program?"
                     )
 
 
@@ -55,5 +57,5 @@ def _process(endpoint: ServerEndpoint) -> Process:
     return endpoint.name, endpoint.incarnation
 
 
-def _words(version: int) -> str:
-    return "the weights it was started with" if version == NO_VERSION else f"version {version}"
+def _words(label: str) -> str:
+    return "the weights it was started with" if label == UNSYNCED_LABEL else f"version {label}"

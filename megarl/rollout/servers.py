@@ -161,7 +161,7 @@ class ServerPool:
             if result.incarnation != server.endpoint.incarnation or not server.is_alive:
                 continue
             if result.verified:
-                self.versions.prove(server.endpoint, report.version)
+                self.versions.prove(server.endpoint, result.label)
                 server.become("routable", report.version)
             else:
                 server.become("unsynced", refusal=result.error or "no reason given")

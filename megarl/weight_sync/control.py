@@ -100,11 +100,12 @@ class SourceSpec:
 class ControlMessage:
     """One sync of one server, as told to its rank `tp_rank`.
 
-    `attempt` is new for every publish; with `version` it is the arenas' stamp. The receiver
-    rebuilds the plan from `source`, `mesh` and the devices of both sides (none: one node), and must
-    come to `plan_digest`. `token` comes back in the acknowledgement, which goes to the store at
-    `store`. `members` is the group that exchanges messages of at most `bucket_bytes`, empty where
-    all is on one node. The receiver has `wait_s` seconds from when it gets the message.
+    `attempt` is new for every publish; with `version` it is the arenas' stamp and the weights'
+    label. The receiver rebuilds the plan from `source`, `mesh` and the devices of both sides (none:
+    one node), and must come to `plan_digest`. `token` comes back in the acknowledgement, which goes
+    to the store at `store`. `members` is the group that exchanges messages of at most
+    `bucket_bytes`, empty where all is on one node. The receiver has `wait_s` seconds from when it
+    gets the message.
     """
 
     version: int
@@ -134,7 +135,7 @@ class ControlMessage:
 
     @property
     def stamp(self) -> str:
-        """What the arenas must hold."""
+        """What the arenas must hold, and what the server's weights are called afterwards."""
         return stamp(self.version, self.attempt)
 
     @property
@@ -177,7 +178,11 @@ class ControlMessage:
 
 
 def stamp(version: int, attempt: str) -> str:
-    """The arenas' stamp of one publish."""
+    """One publish's stamp on arenas and its label of servers' weights.
+
+    >>> stamp(12, "9f00")
+    '12.9f00'
+    """
     return f"{version}.{attempt}"
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megarl.errors import NoAnswerError, WeightSyncError, in_words
 from megarl.types import ServerEndpoint, ServerSync, SyncReport
 from megarl.weight_sync.checkpoint_files import CheckpointWriter
+from megarl.weight_sync.control import stamp
 from megarl.weight_sync.exchange import hand_over
 from megarl.weight_sync.probe import PendingProbe, Probe
 from megarl.weight_sync.server_calls import PauseMode, ServerCalls
@@ -56,9 +57,9 @@ class DiskSync:
         name = from_first(self._group, f"v{version:06d}-{secrets.token_hex(4)}")
         folder = self._root / name
         self._writer.write(folder)
-        pending = PendingProbe()
+        pending, label = PendingProbe(), stamp(version, secrets.token_hex(8))
         readers = [
-            _Reader(version, server, folder, self._pause, until, pending)
+            _Reader(label, server, folder, self._pause, until, pending)
             for server in (servers if self._rank == 0 else ())
         ]
         for reader in readers:
@@ -92,7 +93,7 @@ class _Reader(threading.Thread):
 
     def __init__(
         self,
-        version: int,
+        label: str,
         server: ServerEndpoint,
         folder: Path,
         pause: PauseMode,
@@ -100,7 +101,7 @@ class _Reader(threading.Thread):
         probe: PendingProbe,
     ) -> None:
         super().__init__(name=f"weight-sync-{server.name}", daemon=True)
-        self._version, self._server, self._folder = version, server, folder
+        self._label, self._server, self._folder = label, server, folder
         self._pause: PauseMode = pause
         self._until, self._probe = until, probe
         late = f"{server.name}: no answer in time"
@@ -118,14 +119,16 @@ class _Reader(threading.Thread):
         try:
             _, difference = hand_over(
                 calls,
-                self._version,
+                self._label,
                 self._pause,
                 lambda: calls.post("/update_weights_from_disk", body),
                 lambda: self._probe.wait(self._until),
                 in_session=False,
                 suspect=UNCHECKED,
             )
-            self.result = ServerSync(name, incarnation, True, probe_max_abs_logprob=difference)
+            self.result = ServerSync(
+                name, incarnation, True, probe_max_abs_logprob=difference, label=self._label
+            )
         except Exception as error:  # noqa: BLE001 - one bad server does not spoil the others
             text, is_lost = f"{name}: {in_words(error)}", isinstance(error, NoAnswerError)
             self.result = ServerSync(name, incarnation, False, text, is_lost=is_lost)

@@ -76,7 +76,7 @@ def transfer_until(until: float) -> float:
 
 def hand_over(
     calls: ServerCalls,
-    version: int,
+    label: str,
     pause: PauseMode,
     write: Callable[[], Written],
     get_probe: Callable[[], Probe | None],
@@ -88,16 +88,17 @@ def hand_over(
 
     Pause, open, pause again, write (and prove what was written), close, label, resume, probe.
     Without `in_session` nothing is opened or closed; `suspect` is what to say of a probe that
-    differs. Returns what `write` did and the largest difference of the probe, None without one.
-    Raises what went wrong first; the server is then left paused, and under no label that was
-    committed for these weights: one that fails before the label keeps its old one, and one that
-    fails after it loses its running requests, which may have tokens of the new weights.
+    differs, `label` is of this publish alone. Returns what `write` did and the largest difference
+    of the probe, None without one. Raises what went wrong first; the server is then left paused,
+    and under no label that was committed for these weights: one that fails before the label keeps
+    its old one, and one that fails after it loses its running requests, which may have tokens of
+    the new weights.
     """
     if pause == "in_place":
         check_in_place(calls.info())
     calls.pause(pause)
     written = _in_session(calls, pause, write) if in_session else write()
-    calls.set_version(str(version))  # before the resume, so that no token has the old label
+    calls.set_version(label)  # before the resume, so that no token has the old label
     try:
         calls.resume()
         probe = get_probe()
@@ -105,7 +106,7 @@ def hand_over(
             return written, None
         return written, largest_difference(probe, calls.score(probe.token_ids), suspect)
     except Exception as error:
-        _take_back(calls, version, error)
+        _take_back(calls, label, error)
         raise
 
 
@@ -143,14 +144,14 @@ def check_in_place(server: Mapping[str, Any]) -> None:
         )
 
 
-def _take_back(calls: ServerCalls, version: int, why: Exception) -> None:
+def _take_back(calls: ServerCalls, label: str, why: Exception) -> None:
     """Stop a server that was resumed too early: its requests end, and its label names no version.
 
     Raises NoAnswerError where that fails too: such a server can only be started anew.
     """
     try:
         calls.pause("abort", at_least_s=CLOSING_S)
-        calls.set_version(f"{version}-refused", at_least_s=CLOSING_S)
+        calls.set_version(f"{label}-refused", at_least_s=CLOSING_S)
     except WeightSyncError as worse:
         raise NoAnswerError(f"{in_words(why)}; nor could it be paused again: {worse}") from why
 
@@ -187,7 +188,7 @@ def publish_to(
 
     try:
         acks, difference = hand_over(
-            calls, messages[0].version, pause, write, lambda: get_probe(until)
+            calls, messages[0].stamp, pause, write, lambda: get_probe(until)
         )
     except Exception as error:  # noqa: BLE001 - one bad server does not spoil the others
         text = f"{server.name}: {in_words(error)}"
@@ -203,7 +204,13 @@ def publish_to(
     finally:
         calls.close()
         board.forget([messages[0].busy_key])
-    result = ServerSync(server.name, server.incarnation, True, probe_max_abs_logprob=difference)
+    result = ServerSync(
+        server.name,
+        server.incarnation,
+        True,
+        probe_max_abs_logprob=difference,
+        label=messages[0].stamp,
+    )
     return Outcome(
         result,
         reading,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from megarl.errors import NoAnswerError, WeightSyncError, in_words
 from megarl.types import ServerEndpoint, ServerSync, SyncReport, is_loopback
+from megarl.weight_sync.control import stamp
 from megarl.weight_sync.exchange import GetProbe, hand_over
 from megarl.weight_sync.full import FullBucket, FullPolicy
 from megarl.weight_sync.probe import PendingProbe, Probe
@@ -102,9 +104,9 @@ class StockSync:
         the learner.
         """
         start = time.monotonic()
-        pending = PendingProbe()
+        pending, label = PendingProbe(), stamp(version, secrets.token_hex(8))
         lines = [
-            _Line(version, server.endpoint, self._route(server), self._pause, until, pending.wait)
+            _Line(label, server.endpoint, self._route(server), self._pause, until, pending.wait)
             for server in (servers if self._rank == 0 else ())
         ]
         for line in lines:
@@ -178,7 +180,7 @@ class _Line(threading.Thread):
 
     def __init__(
         self,
-        version: int,
+        label: str,
         server: ServerEndpoint,
         route: Route,
         pause: PauseMode,
@@ -186,7 +188,7 @@ class _Line(threading.Thread):
         get_probe: GetProbe,
     ) -> None:
         super().__init__(name=f"weight-sync-{server.name}", daemon=True)
-        self.server, self._version, self._route, self._until = server, version, route, until
+        self.server, self._label, self._route, self._until = server, label, route, until
         self._pause: PauseMode = pause
         self._get_probe = get_probe
         self._free = threading.Semaphore(0)  # released when the next bucket may come
@@ -219,13 +221,15 @@ class _Line(threading.Thread):
         try:
             _, difference = hand_over(
                 calls,
-                self._version,
+                self._label,
                 self._pause,
                 lambda: self._write(calls),
                 lambda: self._get_probe(self._until),
                 suspect=UNCHECKED,
             )
-            self.result = ServerSync(name, incarnation, True, probe_max_abs_logprob=difference)
+            self.result = ServerSync(
+                name, incarnation, True, probe_max_abs_logprob=difference, label=self._label
+            )
         except Exception as error:  # noqa: BLE001 - one bad server does not spoil the others
             text, is_lost = f"{name}: {in_words(error)}", isinstance(error, NoAnswerError)
             self.result = ServerSync(name, incarnation, False, text, is_lost=is_lost)

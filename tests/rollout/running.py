@@ -63,7 +63,9 @@ def make_prompts(count: int) -> list[Prompt]:
 
 def verified(endpoints: Sequence[ServerEndpoint], version: int) -> SyncReport:
     """A report in which every endpoint proved `version`."""
-    proofs = tuple(ServerSync(e.name, e.incarnation, verified=True) for e in endpoints)
+    proofs = tuple(
+        ServerSync(e.name, e.incarnation, verified=True, label=str(version)) for e in endpoints
+    )
     return SyncReport(version, proofs, 0, 0, 0.0)
 
 

@@ -15,6 +15,7 @@ from megarl.errors import RolloutError
 from megarl.rollout.client import LateError, RolloutClient, Sampling, ServerGoneError
 from megarl.rollout.ports import free_port
 from megarl.types import ServerEndpoint, VersionSpan
+from megarl.weight_sync.control import stamp
 from tests.rollout.running import Body, FakeServer, Fleet, fake_pool, good_reply, make_config
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=8)
@@ -55,6 +56,14 @@ async def test_reply_becomes_tokens_with_their_logprobs_and_versions(tmp_path: P
     assert first.logprobs == (-0.5, -0.5, -0.5)
     assert first.version_spans == (VersionSpan(0, 3, 0),)
     assert first.finish_reason == "length"
+
+
+async def test_label_of_a_publish_is_read_as_its_version_and_kept(tmp_path: Path) -> None:
+    label = stamp(12, "9f00")
+    spans = meta(weight_versions=[{"version": label, "start": 0, "end": 3}])
+    _, second = await ask(tmp_path, replying(spans))
+    assert second.version_spans == (VersionSpan(0, 3, 12),)
+    assert second.labels == (label,)
 
 
 BAD = {

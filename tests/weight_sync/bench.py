@@ -172,7 +172,8 @@ class Bench:
         for claim in claims.values():
             assert claim.verified == (not claim.error), claim
         if proved:
-            assert server.version in map(str, proved), (server.version, claims)
+            labels = [claims[version].label for version in proved]
+            assert server.label in labels, (server.label, claims)
         if (proved or not server.is_paused) and server.version.isdigit():
             self._check_serves(server, int(server.version))
 

@@ -60,7 +60,7 @@ class Server:
 
     def _boot(self) -> None:
         self.faults: list[Fault | None] = [None] * self.endpoint.tp
-        self.version, self.is_open, self.is_dead = UNNAMED, False, False
+        self.label, self.is_open, self.is_dead = UNNAMED, False, False
         self._scheduler, self._goes_on = threading.Lock(), threading.Event()
         self._goes_on.set()
         self.ranks = self._start(self.endpoint.tp)
@@ -73,6 +73,11 @@ class Server:
         self._thread.start()
         url = f"http://127.0.0.1:{self._web.server_port}"
         self.endpoint = replace(self.endpoint, url=url)
+
+    @property
+    def version(self) -> str:
+        """What its weights are called, without what tells their publish from others."""
+        return tiny.version_of(self.label)
 
     @property
     def is_paused(self) -> bool:
@@ -137,11 +142,11 @@ class Server:
         elif route == "/continue_generation":
             self._goes_on.set()
         elif route == "/update_weight_version":
-            self.version = body["new_version"]
+            self.label = body["new_version"]
         elif route == "/generate":
             return self._generate(body)
         elif route in ("/server_info", "/get_server_info", "/get_model_info"):
-            return 200, json.dumps({"weight_version": self.version, "tp_size": self.endpoint.tp})
+            return 200, json.dumps({"weight_version": self.label, "tp_size": self.endpoint.tp})
         else:
             with self._scheduler:
                 return self._change_weights(route, body)
@@ -190,10 +195,10 @@ class Server:
                 raise NoAnswer
         if ranks is not self.ranks or self.is_dead:
             raise NoAnswer
-        tokens, version = body["input_ids"], self.version
+        tokens, label = body["input_ids"], self.label
         logprobs = tiny.logprobs(self.fingerprint(), tokens)
         pairs = [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)]
-        meta = {"input_token_logprobs": pairs, "weight_version": version}
+        meta = {"input_token_logprobs": pairs, "weight_version": label}
         return 200, json.dumps({"meta_info": meta, "output_ids": []})
 
     def poison(self, at: int) -> None:

@@ -108,12 +108,12 @@ class ProxiedServer(fake_server.Server):
         self._forward(UPDATE, {**body, "selector": "target"}, ANSWER_S)
 
     @property
-    def version(self) -> str:
-        """The label of its weights."""
-        return self.real.version()
+    def label(self) -> str:
+        """What its weights are called."""
+        return self.real.label()
 
-    @version.setter
-    def version(self, label: str) -> None:
+    @label.setter
+    def label(self, label: str) -> None:
         """A new engine names itself."""
 
     def holds(self, seed: int) -> bool:

@@ -166,7 +166,7 @@ class Running:
     @property
     def spans(self) -> list[Span]:
         spans = self.reply["meta_info"]["weight_versions"]
-        return [(span["start"], span["end"], span["version"]) for span in spans]
+        return [(span["start"], span["end"], tiny.version_of(span["version"])) for span in spans]
 
 
 def assert_serves(site: Site, server: RealServer, seed: int, version: int) -> None:

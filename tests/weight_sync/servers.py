@@ -160,7 +160,11 @@ class RealServer:
         return [told[rank] for rank in sorted(told)]
 
     def version(self) -> str:
-        """The label of the weights."""
+        """What the weights are called, without what tells their publish from others."""
+        return tiny.version_of(self.label())
+
+    def label(self) -> str:
+        """What the weights are called."""
         return str(self.call("/get_model_info", admin=False)["weight_version"])
 
     def sample(self, prompt: list[int], num_tokens: int = 8) -> tuple[list[int], list[float], str]:
@@ -179,7 +183,7 @@ class RealServer:
         return (
             [int(token) for _, token, _ in logprobs],
             [float(logprob) for logprob, _, _ in logprobs],
-            str(meta["weight_version"]),
+            tiny.version_of(meta["weight_version"]),
         )
 
     def kill(self) -> None:

@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from megarl.errors import RolloutError
 from megarl.reshard.mesh import LearnerMesh
-from megarl.types import SyncReport
+from megarl.rollout.client import Completion
+from megarl.rollout.proved import ProvedVersions
+from megarl.types import SyncReport, VersionSpan
 from megarl.weight_sync import session
 from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.session import WeightSync
@@ -306,6 +309,23 @@ def test_server_that_another_learner_resumed_is_paused_again_before_it_is_writte
     kept, server._load = server._load, load  # type: ignore[method-assign]
     assert verified(first.publish(2, 2, [server])) and verified(others[0])
     assert paused == [True, True] and server.holds(2)
+
+
+def test_version_of_one_run_is_not_taken_for_that_of_another_at_the_same_server(
+    world: World,
+) -> None:
+    learners = [world.learner(LearnerMesh(tp=2), on("a", "a")) for _ in range(2)]
+    server = world.server("server-0", ("a", "a"))
+    proved = [ProvedVersions(), ProvedVersions()]
+    for seed, (learner, mine) in enumerate(zip(learners, proved, strict=True), start=1):
+        report = learner.publish(seed, 5, [server])[0]
+        assert isinstance(report, SyncReport) and report.servers[0].verified
+        mine.prove(server.endpoint, report.servers[0].label)
+    assert server.version == "5" and server.holds(2)
+    sampled = Completion((1,), (-1.0,), "length", (VersionSpan(0, 1, 5),), (server.label,))
+    proved[1].check(server.endpoint, [sampled], ["a"])
+    with pytest.raises(RolloutError, match="which that process never proved to this run"):
+        proved[0].check(server.endpoint, [sampled], ["a"])
 
 
 def test_one_bad_server_does_not_hold_up_the_others(world: World) -> None:

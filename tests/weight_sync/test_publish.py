@@ -217,7 +217,7 @@ def test_one_bad_server_does_not_spoil_the_others(site: Site, learner: Learner) 
     start = time.monotonic()
     results = {s.server: s for s in learner.publish(8, gone, locked, site.tp2).servers}
     assert time.monotonic() - start < 10
-    assert results["tp2"] == ServerSync("tp2", 0, True)
+    assert results["tp2"] == ServerSync("tp2", 0, True, label=site.tp2.label())
     assert "has ended or is unreachable" in results["gone"].error
     assert "401" in results["locked"].error
     assert_serves(site, site.tp2, 8, learner.version)

@@ -165,7 +165,9 @@ def probe(bound: float = 0.1) -> Probe:
 def test_order_of_a_sync_is_pause_open_write_close_label_resume_probe(web: Web) -> None:
     web.answers["/generate"] = scoring([None, -1.05, -2.0])
     calls = calls_to(web)
-    written, difference = hand_over(calls, 3, "retract", lambda: calls.post("/write", {}), probe)
+    written, difference = hand_over(
+        calls, "3.ab", "retract", lambda: calls.post("/write", {}), probe
+    )
     assert (written, round(difference or 0, 6)) == ("{}", 0.05)
     assert web.routes == [
         "pause retract",
@@ -173,7 +175,7 @@ def test_order_of_a_sync_is_pause_open_write_close_label_resume_probe(web: Web) 
         "pause retract",  # again: another learner may have resumed it
         "write",
         "end_weight_update",
-        "update 3",
+        "update 3.ab",
         "continue_generation",
         "generate",
     ]
@@ -190,7 +192,7 @@ def test_refused_write_closes_the_session_and_neither_labels_nor_resumes(web: We
         raise WeightSyncError("checksums differ")
 
     with pytest.raises(WeightSyncError, match="checksums differ"):
-        hand_over(calls_to(web), 3, "retract", write, probe)
+        hand_over(calls_to(web), "3.ab", "retract", write, probe)
     opened = ["pause retract", "begin_weight_update", "pause retract"]
     assert web.routes == [*opened, "end_weight_update"]
 
@@ -198,8 +200,8 @@ def test_refused_write_closes_the_session_and_neither_labels_nor_resumes(web: We
 def test_server_that_fails_the_probe_is_stopped_and_names_no_version(web: Web) -> None:
     web.answers["/generate"] = scoring([None, -1.0, -5.0])
     with pytest.raises(WeightSyncError, match="most for token 7 at position 2, -5 on the server"):
-        hand_over(calls_to(web), 3, "retract", lambda: None, probe)
-    assert web.routes[-3:] == ["generate", "pause abort", "update 3-refused"]
+        hand_over(calls_to(web), "3.ab", "retract", lambda: None, probe)
+    assert web.routes[-3:] == ["generate", "pause abort", "update 3.ab-refused"]
 
 
 def test_server_that_cannot_be_stopped_again_is_lost(web: Web) -> None:
@@ -208,9 +210,9 @@ def test_server_that_cannot_be_stopped_again_is_lost(web: Web) -> None:
         (200, "{}") if body["mode"] == "retract" else (500, "scheduler is gone")
     )
     with pytest.raises(NoAnswerError, match="not the learner's.*nor could it be paused again"):
-        hand_over(calls_to(web), 3, "retract", lambda: None, probe)
+        hand_over(calls_to(web), "3.ab", "retract", lambda: None, probe)
 
 
 def test_without_a_probe_nothing_is_scored(web: Web) -> None:
-    assert hand_over(calls_to(web), 3, "abort", lambda: 7, lambda: None) == (7, None)
+    assert hand_over(calls_to(web), "3.ab", "abort", lambda: 7, lambda: None) == (7, None)
     assert web.routes[0] == "pause abort" and web.routes[-1] == "continue_generation"

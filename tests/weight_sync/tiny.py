@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -99,6 +100,15 @@ def fingerprint_of_server(tp: int, sums: Sequence[Sequence[int]]) -> int:
 def _digest(sums: Mapping[str, int]) -> int:
     text = repr(sorted(sums.items()))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def version_of(label: str) -> str:
+    """A label of a server's weights without what tells one publish from all others.
+
+    >>> version_of("3.0123456789abcdef"), version_of("3.0123456789abcdef-refused")
+    ('3', '3-refused')
+    """
+    return re.sub(r"\.[0-9a-f]{16}", "", label)
 
 
 def logprobs(of: int, token_ids: Sequence[int]) -> list[float]:
