@@ -131,7 +131,7 @@ class ControlMessage:
     def call(self) -> Call:
         """The call to the meeting of the group's members."""
         key = meeting_key(self.version, self.attempt, self.server, self.incarnation)
-        return Call(self.store, key, self.members)
+        return Call(self.store, key, self.members, self.busy_key)
 
     @property
     def stamp(self) -> str:

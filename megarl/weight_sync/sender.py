@@ -201,16 +201,17 @@ class Sender:
         """Copy, in the wire dtype, what servers of this node read; None where that is nothing.
 
         An arena lives as long as its generation. A new number makes a new one: the old one may
-        still be read by a server that did not answer. Nothing is copied where servers can read
-        the parameters themselves: until `withdraw` they must not change.
+        still be read by a server that did not answer. Nothing is copied of parameters that servers
+        can read themselves: until `withdraw` they must not change.
         """
         route = self.route(kind)
         if not route.slots:
             return None
         arena = self._arena(kind, generation, route)
         arena.stamp("")  # nobody takes it for whole while it is written
-        if not arena.is_direct:
-            self._copy(arena, route)
+        for name, slot in route.slots.items():
+            if arena.stages(slot.offset):
+                staged(arena, slot, self.wire).copy_(self._sent[name].detach())
         arena.stamp(stamp)
         return arena.ref
 
@@ -234,22 +235,22 @@ class Sender:
             self._rank,
             route.num_bytes,
             route.digest,
-            self._live(route),
+            *self._live(route),
             self._policy == "kept",
         )
         self._arenas[kind] = (generation, arena)
         return arena
 
-    def _live(self, route: Route) -> dict[int, torch.Tensor] | None:
-        """The parameters by their places in an arena; None where one travels in another type."""
-        live = {slot.offset: self._sent[name] for name, slot in route.slots.items()}
-        types = [self.wire.of_precision(slot.precision) for slot in route.slots.values()]
-        same = all(t.dtype == dtype for t, dtype in zip(live.values(), types, strict=True))
-        return live if same else None
-
-    def _copy(self, arena: AnyArena, route: Route) -> None:
+    def _live(self, route: Route) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
+        """By their places in an arena: parameters as they travel, and the bytes of the others."""
+        live, others = dict[int, torch.Tensor](), dict[int, int]()
         for name, slot in route.slots.items():
-            staged(arena, slot, self.wire).copy_(self._sent[name].detach())
+            tensor, dtype = self._sent[name], self.wire.of_precision(slot.precision)
+            if tensor.dtype == dtype:
+                live[slot.offset] = tensor
+            else:
+                others[slot.offset] = tensor.numel() * dtype.itemsize
+        return live, others
 
     def withdraw(self) -> None:
         """Every server has answered or is given up: parameters may change and be moved."""

@@ -144,9 +144,7 @@ class Bench:
         for server in self._servers:
             if scenario.kind in ("server hang", "server stop") and server is hurt:
                 continue
-            # a server that was started anew waits for the ranks of an old update till its deadline
-            is_free = server.drain(LONG_S) or scenario.kind == "old update replayed"
-            assert is_free, f"{server.endpoint.name} is held up"
+            assert server.drain(LONG_S), f"{server.endpoint.name} is held up"
         for server in self._servers:
             claims = {version: results.get(server.endpoint.name)}
             if self._other_version:

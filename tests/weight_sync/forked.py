@@ -117,18 +117,21 @@ class Ranks:
                 except (EOFError, OSError, ValueError):
                     found[waiting[pipe]] = None
                     if all_or_none:
-                        for process in self.processes:
-                            process.kill()
+                        self._end()
         return [found[rank] for rank in range(len(self.pipes))]
 
     def ask(self, order: Any) -> list[Any]:
         self.tell([order] * len(self.pipes))
         return self.answers()
 
-    def kill(self) -> None:
+    def _end(self) -> None:
+        """Kill all, and wait: the fork server may be late to say of one that it has ended."""
         for process in self.processes:
             process.kill()
             process.join()
+
+    def kill(self) -> None:
+        self._end()
         for pipe in self.pipes:
             pipe.close()
 

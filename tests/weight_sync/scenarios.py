@@ -134,10 +134,8 @@ KINDS: dict[str, Kind] = {
     "ack lost": Kind(
         "call", "no acknowledgement from TP", True, routes=(UPDATE,), moments=("after",)
     ),
-    "old update replayed": Kind("call", f"another publish|{LATE}|{GONE}", True, is_harmless=True),
-    "update delivered twice": Kind(
-        "call", f"{LATE}|{GONE}", True, routes=(UPDATE,), is_harmless=True
-    ),
+    "old update replayed": Kind("call", f"another publish|{GONE}", is_harmless=True),
+    "update delivered twice": Kind("call", GONE, routes=(UPDATE,), is_harmless=True),
     "live weight poisoned": Kind("call", "log-probs are not", routes=(END, LABEL, RESUME)),
     "second learner": Kind("call", f"another learner|is syncing this server|{LATE}", True),
 }

@@ -19,10 +19,12 @@ from megarl.weight_sync.places import ServerKind
 from megarl.weight_sync.receiver import Receiver
 from megarl.weight_sync.transport.in_place import InPlaceReader, live_memory
 from megarl.weight_sync.transport.shared import HEADER_BYTES, Arena
+from tests.reshard.models import tiny_shape
 from tests.weight_sync import tiny
 from tests.weight_sync.rig import Rig
 from tests.weight_sync.tiny import SHAPE
 
+DEEPSEEK = tiny_shape("DeepseekV3ForCausalLM")
 RUN, DIGEST = f"inplace{os.getpid()}", "a" * 64
 
 
@@ -61,7 +63,7 @@ def test_parameters_arrive_without_being_staged(
 def test_servers_of_two_kinds_read_the_same_memory(shared: Rig) -> None:
     other = ServerKind(ServerMesh(1))
     refs = [sender.stage(other, 1, "1.a") for sender in shared.senders]
-    assert all(ref is not None and ref.in_place for ref in refs)
+    assert all(ref is not None and ref.table_bytes for ref in refs)
     assert len([name for name in _files(shared) if "_live_" in name]) == 2
 
 
@@ -81,7 +83,7 @@ def test_parameters_whose_memory_was_removed_from_outside_are_staged(shared: Rig
     shared.receivers = [Receiver(lambda: None) for _ in range(2)]
     shared.learn(6)
     messages = shared.messages(3)
-    assert not any(ref.in_place for ref in messages[0].arenas.values())
+    assert not any(ref.table_bytes for ref in messages[0].arenas.values())
     assert shared.differences(shared.receive(messages)) == []
 
 
@@ -114,16 +116,50 @@ def test_parameters_in_another_format_than_the_wire_are_staged(rig: Callable[...
     made = rig(SourceSpec(SHAPE, LearnerMesh()), ServerMesh(1), "bf16", shares=True)
     assert made.sync(1) == []
     (ref,) = made.messages(2)[0].arenas.values()
-    assert not ref.in_place
+    assert not ref.table_bytes
 
 
-def test_one_parameter_outside_the_memory_has_all_staged(rig: Callable[..., Rig]) -> None:
+def staged_bytes(rig: Rig, version: int) -> int:
+    """Bytes that a publish copies, besides the tables of what it does not."""
+    refs = rig.messages(version)[0].arenas.values()
+    return sum(ref.num_bytes - ref.table_bytes for ref in refs)
+
+
+def test_parameters_outside_the_memory_are_staged_and_no_others(rig: Callable[..., Rig]) -> None:
+    made = rig(SourceSpec(DEEPSEEK, LearnerMesh(tp=2), 8), ServerMesh(2), shares=True)
+    for mine in made.learner:  # a buffer of Megatron's router, and none of its parameters
+        mine.update({k: v.clone() for k, v in mine.items() if k.endswith("expert_bias")})
+    assert made.sync(1) == []
+    routes = [sender.route(made.kind) for sender in made.senders]
+    read = [name for route in routes for name in route.slots if name.endswith("expert_bias")]
+    assert staged_bytes(made, 2) == 64 * len(read) > 0  # 4 bytes for each of 4 experts, aligned
+    assert sum(route.num_bytes for route in routes) > 18_000  # which would be staged otherwise
+    for version, seed in ((4, 8), (5, 9)):
+        made.learn(seed)
+        assert made.sync(version) == []  # copied anew each time
+    made.receivers = [Receiver(lambda: None) for _ in range(2)]
+    made.learn(10)
+    acks = made.receive(made.messages(6, generation=1))
+    assert made.differences(acks) == []
+
+
+def test_parameter_in_another_format_than_the_wire_is_staged_alone(
+    rig: Callable[..., Rig],
+) -> None:
     made = rig(SourceSpec(SHAPE, LearnerMesh()), ServerMesh(1), shares=True)
     name = "decoder.final_layernorm.weight"
-    made.learner[0][name] = made.learner[0][name].clone()
+    made.learner[0][name] = made.learner[0][name].double()
+    assert made.sync(1) == []
+    assert staged_bytes(made, 2) == 4 * SHAPE.hidden_size
+
+
+def test_none_in_the_memory_has_all_staged(rig: Callable[..., Rig]) -> None:
+    made = rig(SourceSpec(SHAPE, LearnerMesh()), ServerMesh(1), shares=True)
+    for name, tensor in made.learner[0].items():
+        made.learner[0][name] = tensor.clone()
     assert made.sync(1) == []
     (ref,) = made.messages(2)[0].arenas.values()
-    assert not ref.in_place
+    assert not ref.table_bytes
 
 
 def test_memory_of_another_learner_is_refused(shared: Rig) -> None:
@@ -142,10 +178,14 @@ def _arena(table: object) -> Arena:
     text = json.dumps(table).encode()
     arena = Arena(RUN, 0, 0, len(text), DIGEST)
     arena.data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    arena.ref = dataclasses.replace(arena.ref, table_bytes=len(text))
     return arena
 
 
-@pytest.mark.parametrize("stretch", [[0, 128, 192], [0, 64, 0], [64, 128, 0]])
+@pytest.mark.parametrize(
+    "stretch",
+    [[0, 128, 192, True], [0, 64, 0, True], [64, 128, 0, True], [0, 128, 0, False]],
+)
 def test_table_that_points_beyond_the_memory_or_elsewhere_is_refused(stretch: list[int]) -> None:
     memory = live_memory(RUN, 0, 256)
     arena = _arena([dataclasses.asdict(memory.ref), [stretch]])

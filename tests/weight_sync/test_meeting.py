@@ -75,6 +75,27 @@ def test_refusal_reaches_all_at_once_and_the_first_one_stays(board: AckBoard) ->
     assert board.num_keys == 0
 
 
+def test_member_that_comes_when_all_is_over_does_not_wait_and_leaves_no_key(
+    board: AckBoard,
+) -> None:
+    call = Call(board.address, "k", MEMBERS, stands_key="k/busy")
+    store = acks.connect(call.store)
+    with pytest.raises(WeightSyncError, match="the sync that this update is of has ended"):
+        meeting.attend(store, call, MEMBERS[1], "", "gloo", time.monotonic() + 60)
+    assert board.num_keys == 0
+
+
+def test_member_that_waits_learns_that_all_is_over(board: AckBoard) -> None:
+    call = Call(board.address, "k", MEMBERS, stands_key="k/busy")
+    board.put(call.stands_key, "server-0")
+    store = acks.connect(call.store)
+    timer = threading.Timer(0.2, board.forget, [[call.stands_key]])
+    timer.start()
+    with pytest.raises(WeightSyncError, match="the sync that this update is of has ended"):
+        meeting.attend(store, call, MEMBERS[1], "", "gloo", time.monotonic() + 60)
+    timer.join()
+
+
 def test_members_on_gpus_and_on_cpus_do_not_wait_for_each_other(board: AckBoard) -> None:
     told = gathered(board, ["", "", ""], ("nccl", "gloo", "gloo"))
     assert all("both on GPUs or both on CPUs" in text for text in told)

@@ -54,35 +54,42 @@ def make_arena(
     num_bytes: int,
     digest: str,
     live: Mapping[int, torch.Tensor] | None = None,
+    others: Mapping[int, int] | None = None,
     is_lasting: bool = True,
 ) -> AnyArena:
     """An arena of `num_bytes` in a GPU's `memory`, or in the host's.
 
-    `live` are tensors that hold, as they are, what is to lie at their offsets: where their memory
-    can be exported, or is that Arena, the arena is made of them and nothing is copied.
-    `is_lasting` is `CudaArena.staged`'s.
+    `live` are tensors that hold, as they are, what is to lie at their offsets, `others` the bytes
+    of what travels in another type. A GPU's arena is made of tensors where their memory can be
+    exported and there are no others; the host's of those that lie in the Arena `memory`. Nothing of
+    them is copied. `is_lasting` is `CudaArena.staged`'s.
     """
     why = "it travels in another type"
+    live, others = live or {}, others or {}
     if memory is None or isinstance(memory, Arena):
-        if memory is not None and live is not None:
+        if memory is not None and live:
             try:
-                return InPlaceArena(memory, run_id, generation, rank, live, digest)
+                arena = InPlaceArena(memory, run_id, generation, rank, live, others, digest)
             except WeightSyncError as error:
                 why = str(error)
+            else:
+                staged_bytes = arena.ref.num_bytes - arena.ref.table_bytes
+                log.info("arena made kind=in_place bytes=%d staged=%d", num_bytes, staged_bytes)
+                return arena
         if memory is not None:
             log.info("arena made kind=staged bytes=%d why=%s", num_bytes, why)
         return Arena(run_id, generation, rank, num_bytes, digest)
-    if live is not None:
+    if live and not others:
         try:
-            arena = CudaArena.direct(memory, run_id, generation, rank, live, digest)
+            direct = CudaArena.direct(memory, run_id, generation, rank, live, digest)
         except WeightSyncError as error:
             why = str(error)
         else:
             log.info("arena made kind=direct gpu=%s bytes=%d", memory.gpu, num_bytes)
-            return arena
-    arena = CudaArena.staged(memory, run_id, generation, rank, num_bytes, digest, is_lasting)
+            return direct
+    staged = CudaArena.staged(memory, run_id, generation, rank, num_bytes, digest, is_lasting)
     log.info("arena made kind=staged gpu=%s bytes=%d why=%s", memory.gpu, num_bytes, why)
-    return arena
+    return staged
 
 
 def reading_memory(device: torch.device) -> DeviceMemory:
@@ -102,6 +109,6 @@ def open_arena(ref: ArenaRef, digest: str, device: torch.device) -> AnyReader:
     """
     if ref.gpu:
         return CudaArenaReader(ref, digest, reading_memory(device))
-    if ref.in_place:
+    if ref.table_bytes:
         return InPlaceReader(ref, digest)
     return ArenaReader(ref, digest)

@@ -191,6 +191,10 @@ class CudaArena:
         """Whether readers still find the header under its name, as it was made."""
         return self._header.is_whole
 
+    def stages(self, offset: int) -> bool:
+        """Whether what is to lie there must be copied there."""
+        return not self.is_direct
+
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Bytes [offset, offset + num_bytes) of a staged arena, without a copy."""
         return self.data[offset : offset + num_bytes]

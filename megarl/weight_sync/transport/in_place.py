@@ -1,9 +1,10 @@
 """Arenas made of the learner's own parameters on a CPU: servers read them where they are.
 
 The parameters must lie in shared memory, which the learner takes when it starts (`live_memory`). An
-arena is then a small file that says which stretch of it is where in that memory; many arenas, for
-servers of several kinds, share it. While one is stamped the parameters must not change: what was
-read without the stamp on it afterwards is refused. Knows nothing of layouts, plans or versions.
+arena is then a small file: a table of which stretch of it is where in that memory, and copies of
+what is not there. Many arenas, for servers of several kinds, share the memory. While one is stamped
+the parameters must not change: what was read without the stamp on it afterwards is refused. Knows
+nothing of layouts, plans or versions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.weight_sync.transport.shared import Arena, ArenaReader, ArenaRef
 
+_ALIGNMENT_BYTES = 64  # a cache line, and enough for any element type
 LIVE_DIGEST = hashlib.sha256(b"a learner's live parameters").hexdigest()
 """Of memory whose bytes mean what the arenas made of it say."""
 
@@ -33,22 +35,27 @@ def live_memory(run_id: str, rank: int, num_bytes: int) -> Arena:
 
 
 class Stretch(NamedTuple):
-    """Bytes [offset, offset + num_bytes) of an arena lie from byte `start` of the memory on."""
+    """Bytes [offset, offset + num_bytes) of an arena lie from byte `start` of the memory on.
+
+    Of the copies behind the table instead, where it is not `in_memory`.
+    """
 
     offset: int
     num_bytes: int
     start: int
+    in_memory: bool
 
 
 class InPlaceArena:
-    """One arena made of `tensors`, by their offsets in it, which all lie in `memory`.
+    """One arena made of those of the `live` tensors, by their offsets in it, that lie in `memory`.
 
-    Raises WeightSyncError where one does not, or where readers would not find the memory any more.
+    The rest of them, and the `others` (bytes by offset), are to be copied into it. Raises
+    WeightSyncError where none lies there, or where readers would not find the memory any more.
     """
 
     is_lasting = True
     is_direct = True
-    """It may stay open between syncs, and its bytes are the parameters themselves."""
+    """It may stay open between syncs, and has bytes that are the parameters themselves."""
 
     def __init__(
         self,
@@ -56,27 +63,53 @@ class InPlaceArena:
         run_id: str,
         generation: int,
         rank: int,
-        tensors: Mapping[int, torch.Tensor],
+        live: Mapping[int, torch.Tensor],
+        others: Mapping[int, int],
         digest: str,
     ) -> None:
         if not memory.is_whole:
             raise WeightSyncError(f"{memory.ref.name} was removed or changed from outside")
-        stretches = [_stretch(memory, offset, tensor) for offset, tensor in sorted(tensors.items())]
+        starts = {offset: _start(memory, tensor) for offset, tensor in live.items()}
+        sizes = {**others, **{offset: tensor.nbytes for offset, tensor in live.items()}}
+        copied_bytes, stretches = 0, list[Stretch]()
+        for offset, size in sorted(sizes.items()):
+            start = starts.get(offset)
+            if start is None:
+                stretches.append(Stretch(offset, size, copied_bytes, in_memory=False))
+                copied_bytes += _aligned(size)
+            else:
+                stretches.append(Stretch(offset, size, start, in_memory=True))
+        if not any(stretch.in_memory for stretch in stretches):
+            raise WeightSyncError(f"no parameter lies whole in {memory.ref.name}")
+        self._copies = {s.offset: s for s in stretches if not s.in_memory}
         text = json.dumps([asdict(memory.ref), stretches]).encode()
-        self._text = text
-        self._memory, self._header = memory, Arena(run_id, generation, rank, len(text), digest)
-        self._header.data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self.ref = replace(self._header.ref, in_place=True)
+        self._text = text.ljust(_aligned(len(text)))
+        num_bytes = len(self._text) + copied_bytes
+        self._memory, self._header = memory, Arena(run_id, generation, rank, num_bytes, digest)
+        self._table.copy_(torch.frombuffer(bytearray(self._text), dtype=torch.uint8))
+        self.ref = replace(self._header.ref, table_bytes=len(self._text))
+
+    @property
+    def _table(self) -> torch.Tensor:
+        return self._header.view(0, len(self._text))
 
     @property
     def is_whole(self) -> bool:
         """Whether readers still find header and memory under their names, as they were made."""
-        is_same = bytes(self._header.data.numpy()) == self._text
+        is_same = bytes(self._table.numpy()) == self._text
         return is_same and self._header.is_whole and self._memory.is_whole
 
+    def stages(self, offset: int) -> bool:
+        """Whether what is to lie there must be copied there."""
+        return offset in self._copies
+
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Nothing is written to it: its bytes are there already."""
-        raise WeightSyncError(f"arena {self.ref.name} is the parameters; nothing is staged in it")
+        """Bytes [offset, offset + num_bytes) of a copy: all else is there already."""
+        if not self.stages(offset):
+            raise WeightSyncError(
+                f"arena {self.ref.name} is the parameters there; nothing is copied"
+            )
+        return self._header.view(len(self._text) + self._copies[offset].start, num_bytes)
 
     def stamp(self, label: str) -> None:
         """Say what the parameters are now; empty: they are about to change."""
@@ -88,14 +121,15 @@ class InPlaceArena:
         self._header.close()
 
 
-def _stretch(memory: Arena, offset: int, tensor: torch.Tensor) -> Stretch:
-    size = tensor.numel() * tensor.element_size()
+def _start(memory: Arena, tensor: torch.Tensor) -> int | None:
+    """The byte of the memory at which the tensor begins; None where it does not lie there whole."""
     start = tensor.data_ptr() - memory.data.data_ptr()
-    if not tensor.is_contiguous() or start < 0 or start + size > memory.ref.num_bytes:
-        raise WeightSyncError(
-            f"a parameter of shape {tuple(tensor.shape)} does not lie whole in {memory.ref.name}"
-        )
-    return Stretch(offset, size, start)
+    is_there = start >= 0 and start + tensor.nbytes <= memory.ref.num_bytes
+    return start if is_there and tensor.is_contiguous() else None
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class InPlaceReader:
@@ -110,9 +144,12 @@ class InPlaceReader:
     def __init__(self, ref: ArenaRef, digest: str) -> None:
         self.ref = ref
         self._header = ArenaReader(ref, digest)
-        memory, self._stretches = _read_table(bytes(self._header.data.numpy()))
+        table = self._header.view(0, ref.table_bytes)
+        memory, self._stretches = _read_table(bytes(table.numpy()))
         self._memory = ArenaReader(memory, LIVE_DIGEST)
-        self.where: tuple[object, ...] = (self._memory.where, self._stretches)
+        has_copies = any(not stretch.in_memory for stretch in self._stretches)
+        copies = self._header.where if has_copies else None
+        self.where: tuple[object, ...] = (self._memory.where, self._stretches, copies)
 
     def check(self) -> None:
         """Raise WeightSyncError where header or memory is not what it was."""
@@ -127,9 +164,12 @@ class InPlaceReader:
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Bytes [offset, offset + num_bytes), without a copy."""
         index = bisect_right(self._stretches, offset, key=lambda stretch: stretch.offset) - 1
-        stretch = self._stretches[index] if index >= 0 else Stretch(0, 0, 0)
+        stretch = self._stretches[index] if index >= 0 else Stretch(0, 0, 0, True)
         start = stretch.start + offset - stretch.offset
-        found = self._memory.view(start, num_bytes)
+        if stretch.in_memory:
+            found = self._memory.view(start, num_bytes)
+        else:
+            found = self._header.view(self.ref.table_bytes + start, num_bytes)
         if offset + num_bytes > stretch.offset + stretch.num_bytes or len(found) != num_bytes:
             raise WeightSyncError(
                 f"arena {self.ref.name} has nothing whole at bytes [{offset}, {offset + num_bytes})"

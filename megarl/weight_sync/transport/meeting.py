@@ -25,11 +25,15 @@ _POLL_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The call to one meeting: the store's address, the meeting's key, all members in order."""
+    """The call to one meeting: the store's address, the meeting's key, all members in order.
+
+    `stands_key` is in the store for as long as the call stands; "" where the member need not ask.
+    """
 
     store: tuple[str, int]
     key: str
     members: tuple[str, ...]
+    stands_key: str = ""
 
     @property
     def refusal_key(self) -> str:
@@ -46,9 +50,10 @@ def attend(store: TCPStore, call: Call, me: str, group: str, backend: str, until
     """Say that `me` is here holding `group` ("" for none); returns the group that all will use.
 
     That is the one held where all hold the same, else the call's key: a new one. Raises
-    WeightSyncError for a refusal, for members of different backends, and naming who is missing
-    when `until` passes.
+    WeightSyncError for a refusal, for a call that does not stand any more, for members of different
+    backends, and naming who is missing when `until` passes.
     """
+    _check_stands(store, call)  # first: what is over gets no more keys
     mine = json.dumps([group, backend])
     store.set(f"{call.key}/{call.members.index(me)}", mine)
     absent = dict(enumerate(call.members))
@@ -56,6 +61,7 @@ def attend(store: TCPStore, call: Call, me: str, group: str, backend: str, until
     while absent:
         if why := refusal(store, call):
             raise WeightSyncError(f"not begun: {why}")
+        _check_stands(store, call)
         for number in [n for n in absent if store.check([f"{call.key}/{n}"])]:
             said[absent.pop(number)] = store.get(f"{call.key}/{number}").decode()
         if absent and time.monotonic() > until:
@@ -72,6 +78,13 @@ def attend(store: TCPStore, call: Call, me: str, group: str, backend: str, until
             "run learner and servers both on GPUs or both on CPUs"
         )
     return group if group and set(said.values()) == {mine} else call.key
+
+
+def _check_stands(store: TCPStore, call: Call) -> None:
+    if call.stands_key and not store.check([call.stands_key]):
+        raise WeightSyncError(
+            "not begun: the sync that this update is of has ended; is an old update sent again?"
+        )
 
 
 def refuse(store: TCPStore, call: Call, why: str) -> None:

@@ -39,8 +39,8 @@ class ArenaRef:
 
     `nonce` is new for every arena, so that a name used again is not mistaken for it; `host` is
     where it was made. The file holds the data but where it only says where they are: `gpu` is the
-    UUID of the GPU whose memory has them (`cuda_ipc`), `in_place` that they are a learner's
-    parameters in other shared memory (`in_place`).
+    UUID of the GPU whose memory has them (`cuda_ipc`), `table_bytes` the length of what says where
+    in a learner's parameters they are, in other shared memory (`in_place`).
     """
 
     name: str
@@ -48,7 +48,7 @@ class ArenaRef:
     nonce: str
     host: str
     gpu: str = ""
-    in_place: bool = False
+    table_bytes: int = 0
 
 
 def arena_name(run_id: str, generation: int | None, rank: int) -> str:
@@ -119,6 +119,10 @@ class Arena:
     is_lasting = True
     is_direct = False
     """It may stay open between syncs, and its bytes are copies."""
+
+    def stages(self, offset: int) -> bool:
+        """Whether what is to lie there must be copied there."""
+        return True
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Bytes [offset, offset + num_bytes), without a copy."""
