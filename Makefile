@@ -13,6 +13,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SETUP := .venv/.runs
 DEV := .venv/.tests
+MUTATION := .venv/.mutation
 SMOLLM2 := .cache/smollm2
 SHELL_FILES := $(wildcard .ci/run slurm/*.sbatch slurm/*.sh tests/slurm/*.sh tests/gpu/*.sh)
 
@@ -20,13 +21,14 @@ SHELL_FILES := $(wildcard .ci/run slurm/*.sbatch slurm/*.sh tests/slurm/*.sh tes
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help venv quickstart smollm2 test test-slow test-slurm check lint types contracts format docs clean
+.PHONY: help venv quickstart smollm2 test test-slow test-slurm mutation check lint types contracts format docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "quickstart  GRPO on two-digit addition, a few minutes on a CPU (runs/quickstart)"
 	@echo "smollm2     a few steps on a real pretrained model (runs/smollm2)"
 	@echo "test        the default tests; test-slow and test-slurm: the long ones, those on a real Slurm"
+	@echo "mutation    how many small changes to a folder its tests notice (docs/testing.md)"
 	@echo "check       everything a change must pass: lint, types, contracts, tests"
 	@echo "lint types contracts format docs venv clean"
 
@@ -43,6 +45,10 @@ $(SETUP): requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml setup.
 
 $(DEV): $(SETUP) requirements/dev.txt
 	$(PIP) install -r requirements/dev.txt
+	touch $@
+
+$(MUTATION): $(DEV) requirements/mutation.txt
+	$(PIP) install -r requirements/mutation.txt
 	touch $@
 
 venv: $(DEV)
@@ -64,6 +70,9 @@ test-slow: $(DEV)
 
 test-slurm: $(DEV)
 	$(BIN)/python -m pytest -m slurm -rs $(ARGS)
+
+mutation: $(MUTATION)
+	$(BIN)/python -W ignore -m tools.mutation $(ARGS)
 
 check: lint types contracts test
 

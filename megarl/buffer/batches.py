@@ -82,7 +82,7 @@ def split_minibatches(
         return [part for part in parts if part]
     refs = [ref for group in groups for ref in group]
     num_parts = min(num_minibatches, len(refs))
-    cuts = [len(refs) * part // num_parts for part in range(num_parts + 1)] if refs else [0]
+    cuts = [len(refs) * part // num_parts for part in range(num_parts + 1)] if refs else []
     return [refs[start:end] for start, end in pairwise(cuts)]
 
 

@@ -84,6 +84,18 @@ def test_groups_stay_whole_where_there_are_enough_of_them() -> None:
     assert all(len(owner) == 2 for owner in owners) and len(set.union(*owners)) == 8
 
 
+def test_largest_groups_are_placed_first_and_are_not_cut() -> None:
+    parts = split_minibatches([group(0, [3]), group(1, [3]), group(2, [3] * 4)], 2)
+    assert [[r.sample_id for r in part] for part in parts] == [
+        [f"g002-{i:03d}" for i in range(4)],
+        ["g000-000", "g001-000"],
+    ]
+
+
+def test_no_samples_make_no_parts() -> None:
+    assert split_minibatches([], 4) == []
+
+
 def test_one_group_is_cut_into_minibatches_of_equal_counts() -> None:
     parts = split_minibatches([group(0, [3] * 10)], 4)
     assert [len(part) for part in parts] == [2, 3, 2, 3]
@@ -111,6 +123,23 @@ def test_schedule_packs_tightly_where_balancing_would_need_another_microbatch() 
     # Least full first puts 3 and 3 apart and leaves no room for the last 2; first fit has it.
     plan = schedule(group(0, [3, 3, 2, 2, 2]), 2, 6)
     assert [len(rank) for rank in plan.schedule] == [1, 1] and plan.microbatch_tokens == 6
+
+
+def test_microbatch_may_be_filled_to_the_last_token_by_balancing() -> None:
+    # Least full first: 6, 3, 2 + 1. First fit would put 3, 2 and 1 together and leave a rank idle.
+    plan = schedule(group(0, [6, 3, 2, 1]), 3, 6)
+    sums = [sum(r.num_tokens for micro in rank for r in micro) for rank in plan.schedule]
+    assert sums == [6, 3, 3]
+
+
+def test_schedule_adds_one_microbatch_where_the_least_number_does_not_fit() -> None:
+    # 18 tokens could fit in two microbatches of 10, but no two of these samples share one.
+    plan = schedule(group(0, [6, 6, 6]), 1, 10)
+    assert [[len(micro) for micro in rank] for rank in plan.schedule] == [[1, 1, 1]]
+
+
+def test_schedule_without_samples_has_an_empty_microbatch_for_every_rank() -> None:
+    assert schedule([], 2, 8) == MinibatchPlan((((),), ((),)), 0, 0)
 
 
 def test_rank_without_a_sample_gets_an_empty_microbatch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -94,3 +95,20 @@ def test_old_sample_that_is_left_out_anyway_is_no_error() -> None:
     buffer = Buffer(run_config())
     buffer.add(one_group("a", [0], advantage=None), 9)
     assert buffer.take(9).minibatches == ()
+
+
+def test_number_of_samples_left_out_is_logged_with_the_batch_they_miss(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    buffer = Buffer(run_config())
+    for name, advantage in (("a", None), ("b", 1.0), ("c", None)):
+        buffer.add(one_group(name, [0, 0, 0], advantage=advantage), 0)
+    buffer.take(0)
+    assert caplog.messages == ["samples left out version=0 left_out=6 used=3"]
+    caplog.clear()
+    buffer.add(one_group("d", [1]), 1)
+    buffer.take(1)
+    buffer.add(one_group("e", [2, 2], advantage=None), 2)
+    buffer.take(2)
+    assert caplog.messages == ["samples left out version=2 left_out=2 used=0"]

@@ -1,0 +1,85 @@
+"""Which tests ran which lines, and how long they took. Knows nothing of mutants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import coverage
+
+from tools.mutation.rules import statement_lines
+from tools.mutation.runs import Copy, Watch
+
+FILE_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Seconds of each test that passed, and for each path and line the tests that ran it.
+
+    `early` are the paths and lines that also ran outside of a test, most of them at import.
+    """
+
+    took_s: dict[str, float] = field(default_factory=dict)
+    ran: dict[str, dict[int, set[str]]] = field(default_factory=dict)
+    early: set[tuple[str, int]] = field(default_factory=set)
+
+    def tests_of(self, path: str, line: int) -> list[str]:
+        """The tests that ran the line, then the others of their files, each shortest first.
+
+        The others because what one test has cached another may use.
+        """
+        ran = self.ran.get(path, {})
+        lines = [line] if line in ran else statement_lines(Path(path).read_text("utf-8"), line)
+        near = set().union(*(ran.get(each, ()) for each in lines))
+        files = {test.split("::")[0] for test in near}
+        others = {test for test in self.took_s if test.split("::")[0] in files} - near
+        return [*self._by_time(near), *self._by_time(others)]
+
+    def _by_time(self, tests: set[str]) -> list[str]:
+        return sorted(tests, key=lambda test: (self.took_s[test], test))
+
+    def add(self, copy: Copy, file: str, scope: str) -> None:
+        """Run the tests of `file` under coverage of the folder `scope`."""
+        data = copy.folder / "coverage" / file.replace("/", ".")
+        data.mkdir(parents=True)
+        passed = data / "passed.json"
+
+        def work() -> int:
+            settings = data / "settings"
+            settings.write_text(
+                f"[run]\ndata_file={data}/data\nparallel=True\npatch=subprocess,fork,_exit\n"
+                f"context={file}\ninclude={copy.tree}/{scope}/*\n"
+            )
+            measured = coverage.Coverage(config_file=str(settings))
+            watch = Watch(measured=measured)
+            measured.start()
+            watch.run([file])
+            measured.stop()
+            measured.save()
+            took_s = {t: s for t, s in watch.took_s.items() if t not in watch.failed}
+            passed.write_text(json.dumps(took_s))
+            return 0
+
+        if copy.run(work, FILE_LIMIT_S) != 0:
+            print(f"{file}: did not end, left out", flush=True)
+            return
+        took_s = json.loads(passed.read_text())
+        self.took_s.update(took_s)
+        print(f"{file}: {len(took_s)} tests, {sum(took_s.values()):.1f} s", flush=True)
+        for path, line, named in _lines_run(data, copy.tree):
+            tests = set(took_s) if "" in named else named & set(took_s)
+            self.ran.setdefault(path, {}).setdefault(line, set()).update(tests)
+            if "" in named:
+                self.early.add((path, line))
+
+
+def _lines_run(data: Path, tree: Path) -> Iterator[tuple[str, int, set[str]]]:
+    """Path, line, and the tests that ran it; an empty name for imports and tests' own processes."""
+    merged = coverage.Coverage(data_file=str(data / "data"))
+    merged.combine([str(data)], keep=True)
+    for path in merged.get_data().measured_files():
+        for line, contexts in merged.get_data().contexts_by_lineno(path).items():
+            yield str(Path(path).relative_to(tree)), line, {c.partition("|")[2] for c in contexts}

@@ -1,0 +1,129 @@
+"""What tests make of each mutant. Knows nothing of where mutants and timings come from.
+
+Most mutants are swapped into a process that has imported and collected all tests. One that stands
+outside of functions, or whose line runs at import too, gets a process that imports anew.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+from tools.mutation.baseline import Baseline
+from tools.mutation.runs import Copy, Watch
+from tools.mutation.sites import Mutant
+from tools.mutation.swap import functions_of, swap
+
+SURVIVED, KILLED, TIMED_OUT, UNCOVERED = "survived", "killed", "timed out", "not covered"
+NOT_SWAPPED = 71  # an exit status that pytest has no use for
+LIMIT_S, LIMIT_TIMES = 20.0, 2.0  # a mutant's tests may take this, and so many times their baseline
+ALL_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What became of mutant `number` of a draw; `by` is the first test that failed."""
+
+    number: int
+    at: str
+    operator: str
+    change: list[str]
+    outcome: str
+    by: str
+
+    def tell(self, out: str) -> None:
+        """One line, and the change where no test noticed it; as JSON into `out`, if any."""
+        print(f"{self.number:4} {self.outcome:11} {self.at} {self.operator} {self.by}", flush=True)
+        if self.outcome in (SURVIVED, UNCOVERED):
+            print(*(f"     {line}" for line in self.change), sep="\n", flush=True)
+        if out:
+            with open(out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(self)) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """Runs of a copy's tests over mutants of its files. `out` is Trial.tell's."""
+
+    copy: Copy
+    baseline: Baseline
+    out: str
+
+    def run(self, sample: dict[int, Mutant]) -> list[str]:
+        """The outcomes of the mutants, in no order; each is told when it is known.
+
+        Raises RuntimeError where the tests fail without any mutant.
+        """
+        files = sorted({test.split("::")[0] for test in self.baseline.took_s})
+        told, results = os.dup(1), self.copy.folder / "results"
+
+        def swapped(items: dict[str, pytest.Item]) -> None:
+            os.dup2(told, 1)
+            tests = [test for test in self.baseline.took_s if test in items]
+            if self.copy.run(lambda: self._collected(host, items, tests), ALL_LIMIT_S) != 0:
+                return
+            functions = functions_of(f"{self.copy.tree}/")
+
+            def one(mutant: Mutant, source: str, changed: str, tests: list[str]) -> int:
+                early = (mutant.path, mutant.start[0]) in self.baseline.early
+                if early or not swap(functions, str(self.copy.tree / mutant.path), source, changed):
+                    return NOT_SWAPPED
+                return self._collected(host, items, tests)
+
+            outcomes = {number: self._try(number, sample[number], one) for number in sample}
+            results.write_text(json.dumps(outcomes))
+
+        host = Watch(instead=swapped)
+        self.copy.run(lambda: host.run(files, "-s"), float("inf"))
+        if not results.exists():
+            raise RuntimeError(f"tests fail without any mutant: {self._by().read_text()}")
+        outcomes = {int(n): outcome for n, outcome in json.loads(results.read_text()).items()}
+        late = [number for number, outcome in outcomes.items() if outcome is None]
+        return [
+            *filter(None, outcomes.values()),
+            *(self._try(number, sample[number], self._imported) or "" for number in late),
+        ]
+
+    def _try(
+        self, number: int, mutant: Mutant, run: Callable[[Mutant, str, str, list[str]], int]
+    ) -> str | None:
+        """The outcome of `run` in a fork, which is told; None where nothing could be swapped."""
+        file = self.copy.tree / mutant.path
+        source = file.read_text(encoding="utf-8")
+        changed = mutant.apply(source)
+        assert changed is not None
+        tests = self.baseline.tests_of(mutant.path, mutant.start[0])
+        limit_s = LIMIT_S + LIMIT_TIMES * sum(self.baseline.took_s[test] for test in tests)
+        self._by().write_text("")
+        file.write_text(changed, encoding="utf-8")  # for the processes that tests start
+        code = self.copy.run(lambda: run(mutant, source, changed, tests), limit_s) if tests else 0
+        file.write_text(source, encoding="utf-8")
+        if code == NOT_SWAPPED:
+            return None
+        named = {None: TIMED_OUT, 0: SURVIVED if tests else UNCOVERED}
+        outcome = named.get(code, KILLED)
+        by = self._by().read_text() or (f"exit status {code}" if outcome == KILLED else "")
+        lines = difflib.unified_diff(source.splitlines(), changed.splitlines(), n=0, lineterm="")
+        at = f"{mutant.path}:{mutant.start[0]}"
+        Trial(number, at, mutant.operator, list(lines)[3:], outcome, by).tell(self.out)
+        return outcome
+
+    def _collected(self, host: Watch, items: dict[str, pytest.Item], tests: list[str]) -> int:
+        code = host.run_items(items, tests)
+        self._by().write_text("".join(host.failed[:1]))
+        return code
+
+    def _imported(self, mutant: Mutant, source: str, changed: str, tests: list[str]) -> int:
+        watch = Watch(order=tests)
+        code = watch.run(list(dict.fromkeys(test.split("::")[0] for test in tests)), "-x")
+        self._by().write_text("".join(watch.failed[:1]))
+        return code
+
+    def _by(self) -> Path:
+        return self.copy.folder / "by"
