@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.config.schema import Config
-from megarl.reward.base import Scorer
+from megarl.reward.scorer import Scorer
 from megarl.rollout.collect import Collector
 from megarl.types import Group, Prompt
 

@@ -23,7 +23,7 @@ from megarl.learner.client import LearnerClient
 from megarl.observe.metrics import MetricsLog, StepMetrics
 from megarl.observe.progress import Progress
 from megarl.prompts.sampler import PromptSampler
-from megarl.reward.base import Scorer
+from megarl.reward.scorer import Scorer
 from megarl.rollout.collect import Collector
 from megarl.types import Group, Prompt
 

@@ -25,7 +25,7 @@ from megarl.observe.progress import Progress, end_table
 from megarl.prompts.dataset import load_prompts
 from megarl.prompts.sampler import PromptSampler
 from megarl.prompts.tokenizer import Tokenizer, load_tokenizer
-from megarl.reward.base import Scorer
+from megarl.reward.scorer import Scorer
 from megarl.rollout import control
 from megarl.rollout.collect import Collector
 from megarl.rollout.servers import ServerPool

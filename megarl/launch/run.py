@@ -36,7 +36,8 @@ from megarl.learner.client import LearnerClient
 from megarl.learner.phases import read_phases
 from megarl.observe.metrics import read_rows
 from megarl.observe.progress import Progress, end_table
-from megarl.reward.base import Scorer
+from megarl.reward.scorer import Scorer
+from megarl.rollout.server import log_end
 from megarl.rollout.servers import ServerPool
 
 log = logging.getLogger(__name__)
@@ -255,9 +256,10 @@ class EngineRun:
             text = f"{facts['text']}\nlast phase: {facts['verb']}/{facts['phase']}"
         except (OSError, ValueError, KeyError):
             where = "+".join(node.name for node in self._topology.learner.nodes)
+            last = log_end(process.log_path, LOG_LINES)
             text = (
                 f"the learner on {where} {describe_status(returncode)} without an account; its "
-                f"ranks: {self._places()}; the end of its log:\n{_log_end(process.log_path)}"
+                f"ranks: {self._places()}; the end of its log:\n{last}"
             )
         return f"{text}\nlog: {process.log_path}\n{CONTINUE}"
 
@@ -287,11 +289,3 @@ async def _all(*work: Awaitable[Any]) -> list[Any]:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=CANCEL_S)
-
-
-def _log_end(path: Path) -> str:
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return f"(no log at {path})"
-    return "\n".join(lines[-LOG_LINES:]) or "(the log is empty)"

@@ -148,7 +148,10 @@ def _scontrol(what: str, name: str) -> str:
         raise LaunchError("scontrol is not on the PATH; add Slurm's bin") from error
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         stderr = (error.stderr or "").strip() if isinstance(error.stderr, str) else ""
-        raise LaunchError(f"`{' '.join(command)}` failed: {stderr or error}") from error
+        raise LaunchError(
+            f"`{' '.join(command)}` failed: {stderr or error}; see that it "
+            "answers on this node, or set launch.kind=local for a run on this node alone"
+        ) from error
     return done.stdout
 
 

@@ -171,7 +171,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} has a broken safetensors header: {error}") from error
+        raise ModelError(
+            f"{path} has a broken safetensors header: {error}; fetch the file again"
+        ) from error
     for name, stored in entries.items():
         if stored.end > size:
             raise ModelError(

@@ -42,7 +42,8 @@ class LearnerMesh:
         if self.stage_size % (self.ep * self.etp):
             raise LayoutError(
                 f"learner mesh: ep={self.ep} x etp={self.etp} does not divide the "
-                f"{self.stage_size} ranks of a pipeline stage (tp x cp x dp)"
+                f"{self.stage_size} ranks of a pipeline stage (tp x cp x dp); "
+                "lower ep or etp, or use more ranks"
             )
 
     @property
@@ -142,7 +143,8 @@ class ServerMesh:
         for axis in ("ep", "attention_dp"):
             if self.tp % getattr(self, axis):
                 raise LayoutError(
-                    f"server mesh: {axis}={getattr(self, axis)} does not divide tp={self.tp}"
+                    f"server mesh: {axis}={getattr(self, axis)} does not divide tp={self.tp}; "
+                    f"use a divisor of tp"
                 )
         if self.dp_head and self.attention_dp == 1:
             raise LayoutError(

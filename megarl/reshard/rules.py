@@ -299,9 +299,11 @@ def heads_qkv(
     """
     num, kv = (int(size * stretch) for size in (heads.num, heads.kv))
     if num % count:
-        raise LayoutError(f"{num} attention heads do not split over tp={count}")
+        raise LayoutError(f"{num} attention heads do not split over tp={count}; use a divisor")
     if kv % count and count % kv:
-        raise LayoutError(f"{kv} kv heads neither split over nor divide tp={count}")
+        raise LayoutError(
+            f"{kv} kv heads neither split over nor divide tp={count}; use a divisor or a multiple"
+        )
     queries = int(parameters[0].shape[0] * stretch) // count
     keys = max(1, kv // count) * heads.dim
     slot = index // max(1, count // kv)

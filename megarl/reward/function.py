@@ -35,13 +35,16 @@ def load_function(spec: str) -> UserFunction:
         )
     path = Path(file)
     if not path.is_file():
-        raise RewardError(f"reward.function = {spec!r}: there is no file {path.absolute()}")
+        raise RewardError(
+            f"reward.function = {spec!r}: there is no file {path.absolute()}; mend the path"
+        )
     module = _import(path, spec)
     function = getattr(module, name, None)
     if not callable(function):
         defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise RewardError(
-            f"reward.function = {spec!r}: {path} has functions {defined}, no {name!r}"
+            f"reward.function = {spec!r}: {path} has functions {defined}, no {name!r}; "
+            "name one of them"
         )
     try:
         inspect.signature(function).bind("response", "answer", {})

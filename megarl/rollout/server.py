@@ -225,13 +225,13 @@ def url_port(endpoint: ServerEndpoint) -> int:
     return int(endpoint.url.rpartition(":")[2] or 0)
 
 
-def log_end(path: Path) -> str:
+def log_end(path: Path, num_lines: int = LOG_LINES) -> str:
     """The last lines of a log, or that there is none."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
         return f"(no log at {path})"
-    return "\n".join(lines[-LOG_LINES:]) or "(the log is empty)"
+    return "\n".join(lines[-num_lines:]) or "(the log is empty)"
 
 
 def has_lost_port(path: Path) -> bool:

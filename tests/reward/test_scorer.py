@@ -16,7 +16,7 @@ import pytest
 
 from megarl.config.schema import ActorConfig, Config, DeadlineConfig, RewardConfig, RolloutConfig
 from megarl.errors import ConfigError, RewardError
-from megarl.reward.base import Scorer
+from megarl.reward.scorer import Scorer
 from megarl.types import Group, Prompt, Reward, Sample
 
 USER_CODE = '''
@@ -220,7 +220,7 @@ def test_scoring_process_dies_with_its_controller(user_file: Path) -> None:
     code = f"""
     import asyncio, os, signal
     from tests.reward.test_base import config, group
-    from megarl.reward.base import Scorer
+    from megarl.reward.scorer import Scorer
 
     async def main():
         scorer = Scorer(config("function", function="{user_file}:score"))
