@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl import run_paths
 from megarl.config.schema import Config
 from megarl.errors import CheckpointError
 from megarl.learner.client import LearnerClient
@@ -43,7 +44,7 @@ class Checkpoints:
 
     def __init__(self, config: Config, run_dir: Path, learner: LearnerClient) -> None:
         self._config = config
-        self._folder = run_dir / "checkpoints"
+        self._folder = run_dir / run_paths.CHECKPOINTS
         self._learner = learner
 
     def is_due(self, version: int) -> bool:
@@ -89,7 +90,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 def newest(run_dir: Path) -> SavedRun | None:
     """The checkpoint that a run continues from, or None. CheckpointError where it is broken."""
-    found = whole_checkpoints(run_dir / "checkpoints")
+    found = whole_checkpoints(run_dir / run_paths.CHECKPOINTS)
     if not found:
         return None
     path = found[-1] / STATE

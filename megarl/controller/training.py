@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl import run_paths
 from megarl.buffer.buffer import Buffer
 from megarl.config.schema import Config
 from megarl.controller import parity
@@ -152,7 +153,7 @@ async def restore(loop: Loop, saved: SavedRun) -> None:
 def forget_from(loop: Loop, run_dir: Path, version: int) -> None:
     """Drop the numbers and samples of the steps from `version` on, which are done again."""
     dropped = loop.metrics.keep_before(version)
-    for folder in (run_dir / "rollouts").glob("v*"):
+    for folder in (run_dir / run_paths.ROLLOUTS).glob("v*"):
         if int(folder.name[1:]) >= version:
             shutil.rmtree(folder)
     if dropped or version:

@@ -11,6 +11,7 @@ import shutil
 import signal
 from pathlib import Path
 
+from megarl import run_paths
 from megarl.config.bounds import probe_bound
 from megarl.config.explain import explain_run
 from megarl.config.record import environment_record
@@ -66,8 +67,8 @@ def run_check_sync(config: Config) -> tuple[int, str]:
 
     try:
         with open_run_folder(config, run_dir) as folder:
-            shutil.rmtree(run_dir / "logs", ignore_errors=True)  # of an earlier check
-            logging_to(run_dir / "logs" / "controller.log")
+            shutil.rmtree(run_dir / run_paths.LOGS, ignore_errors=True)  # of an earlier check
+            logging_to(run_dir / run_paths.LOGS / "controller.log")
             write_environment(run_dir, environment_record(config))
             status = asyncio.run(EngineRun(config, folder, topology, work).run())
     except KeyboardInterrupt:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from megarl import run_paths
 from megarl.config.load import read_config
 from megarl.config.render import render_config
 from megarl.config.schema import Config
@@ -27,7 +28,6 @@ from megarl.errors import ConfigError
 from megarl.learner.phases import write_json
 
 LOCK = "run.lock"
-CONFIG = "config.toml"
 # What may differ when a run is continued: how long and where it runs, not what it computes.
 CHANGEABLE = ("loop.versions", "checkpoint.keep", "run.dir", "run.name")
 CHANGEABLE_GROUPS = ("deadline.", "launch.", "observe.")
@@ -67,7 +67,7 @@ def open_run_folder(config: Config, run_dir: Path) -> Iterator[RunFolder]:
         _check_settings(config, run_dir)
         folder = RunFolder(run_dir, new_run_id(), earlier)
         _sign(lock, folder.run_id)
-        (run_dir / CONFIG).write_text(render_config(config))
+        (run_dir / run_paths.SETTINGS).write_text(render_config(config))
         yield folder
 
 
@@ -107,9 +107,9 @@ def _sign(lock: IO[str], run_id: str) -> None:
 
 def _check_settings(config: Config, run_dir: Path) -> None:
     """Refuse to continue a run with settings that would make it another one."""
-    if not ((run_dir / CONFIG).exists() and has_begun(run_dir)):
+    if not ((run_dir / run_paths.SETTINGS).exists() and has_begun(run_dir)):
         return
-    changed = differing(read_config(run_dir / CONFIG), config)
+    changed = differing(read_config(run_dir / run_paths.SETTINGS), config)
     if changed:
         texts = [f"{name} was {old!r}, is {new!r}" for name, old, new in changed]
         raise ConfigError(
@@ -120,9 +120,9 @@ def _check_settings(config: Config, run_dir: Path) -> None:
 
 def has_begun(run_dir: Path) -> bool:
     """Whether there is something in the folder that a run continues, or would overwrite."""
-    metrics = run_dir / "metrics.jsonl"
+    metrics = run_dir / run_paths.METRICS
     has_steps = metrics.exists() and metrics.stat().st_size > 0
-    return has_steps or bool(whole_checkpoints(run_dir / "checkpoints"))
+    return has_steps or bool(whole_checkpoints(run_dir / run_paths.CHECKPOINTS))
 
 
 def differing(old: Config, new: Config) -> list[tuple[str, object, object]]:

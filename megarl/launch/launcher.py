@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megarl import run_paths
 from megarl.config.schema import Config
 from megarl.errors import LaunchError
 from megarl.launch.process import Process, start
@@ -68,7 +69,7 @@ class Launcher:
         """
         seat = self.topology.learner
         argv = learner_command(self._config, self._run_dir, seat)
-        log_path = self._run_dir / "logs" / "learner.log"
+        log_path = self._run_dir / run_paths.LOGS / "learner.log"
         sweeps = [f"--sweep-run={run_id}" for run_id in self._run_ids]
         env = {ADDRESS_VARIABLE: seat.address}
         return await self._start(LEARNER, seat, argv, env, log_path, LEARNER_GRACE_S, sweeps)
@@ -146,7 +147,7 @@ def learner_command(config: Config, run_dir: Path, seat: Seat) -> list[str]:
     """The command of the learner on each of its nodes."""
     python = config.launch.learner_python or sys.executable
     argv = [python, "-m", "megarl.learner.ranks"]
-    argv += ["--config", str(run_dir / "config.toml"), "--run-dir", str(run_dir)]
+    argv += ["--config", str(run_dir / run_paths.SETTINGS), "--run-dir", str(run_dir)]
     if len(seat.nodes) > 1:
         rendezvous = f"{seat.address}:{free_port(seat.address)}"
         argv += ["--nnodes", str(len(seat.nodes)), "--node-rank", NODE_RANK, "--rdzv", rendezvous]

@@ -20,6 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+from megarl import run_paths
 from megarl.config.record import environment_record
 from megarl.config.schema import Config
 from megarl.controller.colocated import kept_at_start
@@ -66,7 +67,7 @@ def run_training(config: Config, run_dir: Path) -> int:
         inputs = load_inputs(config)
         topology = make_topology(config, os.environ)
         with open_run_folder(config, run_dir) as folder:
-            logging_to(run_dir / "logs" / "controller.log")
+            logging_to(run_dir / run_paths.LOGS / "controller.log")
             if finished_version(run_dir) >= config.loop.versions:
                 Progress(config.loop.versions).note(
                     f"{run_dir} has reached version {config.loop.versions}: nothing to do. To go "
@@ -170,7 +171,7 @@ class EngineRun:
         memory that it finds, and give what they can before the learner takes its own.
         """
         run_dir = self._folder.path
-        endpoint = run_dir / "endpoints" / "learner.json"
+        endpoint = run_dir / run_paths.LEARNER_ENDPOINT
         endpoint.unlink(missing_ok=True)  # of an earlier start
         seats = self._topology.servers
         servers = ServerPool(
@@ -201,7 +202,7 @@ class EngineRun:
             if not is_colocated:
                 engines.append(self._servers_ready(servers))
             facts, *_ = await self._while_alive(process, _all(*engines))
-            failure_file = run_dir / "logs" / "learner-failure.json"
+            failure_file = run_dir / run_paths.LEARNER_FAILURE
             async with LearnerClient(
                 facts["url"], facts["api_key"], self._config.deadline, failure_file
             ) as learner:
@@ -250,7 +251,7 @@ class EngineRun:
 
     def _account(self, process: Process, returncode: int) -> str:
         """Why the learner ended: rank, host, signal, phase and memory, where they are known."""
-        path = self._folder.path / "logs" / "learner-failure.json"
+        path = self._folder.path / run_paths.LEARNER_FAILURE
         try:
             facts = json.loads(path.read_text())
             text = f"{facts['text']}\nlast phase: {facts['verb']}/{facts['phase']}"
@@ -274,7 +275,7 @@ class EngineRun:
         return result
 
     def _places(self) -> str:
-        phases = read_phases(self._folder.path / "logs").values()
+        phases = read_phases(self._folder.path / run_paths.LOGS).values()
         return ", ".join(f"{p.rank} in {p.place} on {p.host}" for p in phases) or "none started"
 
 

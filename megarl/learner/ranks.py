@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from megarl import run_paths
 from megarl.config.load import read_config
 from megarl.config.schema import Config
 from megarl.learner.failure import Exit, cgroup_oom_kills, describe, first_failure, memory_now
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_S = 3  # from SIGTERM to SIGKILL; elastic's own default is 30
 OTHER_NODE_S = 3.0  # a node whose ranks only lost a peer waits so long for the account of the cause
-FAILURE_FILE = "learner-failure.json"
 
 
 class _OwnOutput(LogsSpecs):
@@ -66,7 +66,7 @@ def launch(
     `rendezvous` is HOST:PORT of node rank 0, where there are several nodes. On a failure the
     account stands in RUN/logs/learner-failure.json. Must be called in the main thread.
     """
-    logs = run_dir / "logs"
+    logs = run_dir / run_paths.LOGS
     logs.mkdir(parents=True, exist_ok=True)
     if node_rank == 0:
         _remove_old(run_dir)
@@ -80,7 +80,7 @@ def launch(
         exits = {
             rank: Exit(failure.pid, failure.exitcode) for rank, failure in error.failures.items()
         }
-        report(exits, logs, oom_kills)
+        report(exits, run_dir, oom_kills)
         return 1
     except SignalException as ended:
         log.warning("learner ended signal=%s", ended.sigval.name)
@@ -122,10 +122,10 @@ def set_environment(num_nodes: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def report(exits: dict[int, Exit], logs: Path, oom_kills_before: int) -> None:
+def report(exits: dict[int, Exit], run_dir: Path, oom_kills_before: int) -> None:
     """Write the account of the first failing rank, unless another node has written the cause."""
-    path = logs / FAILURE_FILE
-    phases = read_phases(logs)
+    path = run_dir / run_paths.LEARNER_FAILURE
+    phases = read_phases(run_dir / run_paths.LOGS)
     first = first_failure(exits, phases)
     if first is None:
         deadline = time.monotonic() + OTHER_NODE_S
@@ -156,10 +156,10 @@ def end_descendants() -> None:
 
 def _remove_old(run_dir: Path) -> None:
     """Drop what an earlier learner of this run left: it would be taken for this one's."""
-    for path in (run_dir / "logs").glob("learner-rank*"):
+    for path in (run_dir / run_paths.LOGS).glob("learner-rank*"):
         path.unlink(missing_ok=True)
-    (run_dir / "logs" / FAILURE_FILE).unlink(missing_ok=True)
-    (run_dir / "endpoints" / "learner.json").unlink(missing_ok=True)
+    (run_dir / run_paths.LEARNER_FAILURE).unlink(missing_ok=True)
+    (run_dir / run_paths.LEARNER_ENDPOINT).unlink(missing_ok=True)
 
 
 def main(argv: Sequence[str] | None = None, module: str = "megarl.learner.service") -> int:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megarl import run_paths
 from megarl.config.load import read_config
 from megarl.config.schema import Config
 from megarl.errors import LearnerError, MegarlError
@@ -118,7 +119,7 @@ def first_causes(failures: Sequence[RankError]) -> tuple[RankError, ...]:
 def serve(config: Config, run_dir: Path, build: Build) -> NoReturn:
     """Build the learner, serve until `shutdown`, end the process: status 1 on any error, else 0."""
     rank = int(os.environ["RANK"])
-    phases = PhaseFile(run_dir / "logs", rank)
+    phases = PhaseFile(run_dir / run_paths.LOGS, rank)
     phases.begin("start", 0)
     phases.mark("building")
     front = None
@@ -129,10 +130,13 @@ def serve(config: Config, run_dir: Path, build: Build) -> NoReturn:
         if rank == 0:
             world_size = dist.get_world_size()
             front = Front(
-                config.deadline, run_dir / "logs", world_size, lambda text: _end(phases, text)
+                config.deadline,
+                run_dir / run_paths.LOGS,
+                world_size,
+                lambda text: _end(phases, text),
             )
             front.start(listen_address(), config.launch.learner_port)
-            front.publish(run_dir / "endpoints" / "learner.json", os.getpid())
+            front.publish(run_dir / run_paths.LEARNER_ENDPOINT, os.getpid())
             log.info("learner ready url=%s ranks=%d", front.url, world_size)
         phases.idle()
         RankLoop(learner, control, phases, front).run()

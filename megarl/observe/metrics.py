@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from megarl import run_paths
+
 log = logging.getLogger(__name__)
 Value = float | int | str
 
@@ -51,7 +53,7 @@ class MetricsLog:
     """Appends steps to `RUN/metrics.jsonl`; events that are no step go to `RUN/events.jsonl`."""
 
     def __init__(self, run_dir: Path, wandb: WandbRun | None = None) -> None:
-        self._path = run_dir / "metrics.jsonl"
+        self._path = run_dir / run_paths.METRICS
         self._events = run_dir / "events.jsonl"
         self._wandb = wandb
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from megarl import run_paths
+
 LINE_EVERY_S = 10.0  # where the output is no terminal
 STAGES = ("rollout", "learn", "weight_sync")
 MISMATCH = "mismatch/max_abs_logprob"
@@ -104,11 +106,11 @@ def end_table(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
     lines.append(f"{'steps, and their time':<34}{len(rows):>10}{f'{seconds:.0f} s':>10}")
     width = max(len(line) for line in lines)
     where = [
-        ("metrics", "metrics.jsonl"),
-        ("settings", "config.toml"),
-        ("samples", "rollouts/"),
-        ("checkpoints", "checkpoints/"),
-        ("logs", "logs/"),
+        ("metrics", run_paths.METRICS),
+        ("settings", run_paths.SETTINGS),
+        ("samples", f"{run_paths.ROLLOUTS}/"),
+        ("checkpoints", f"{run_paths.CHECKPOINTS}/"),
+        ("logs", f"{run_paths.LOGS}/"),
     ]
     lines += ["-" * width, *(f"{name:<14}{run_dir / file}" for name, file in where)]
     return "\n".join(lines)

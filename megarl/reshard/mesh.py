@@ -144,7 +144,7 @@ class ServerMesh:
             if self.tp % getattr(self, axis):
                 raise LayoutError(
                     f"server mesh: {axis}={getattr(self, axis)} does not divide tp={self.tp}; "
-                    f"use a divisor of tp"
+                    "use a divisor of tp"
                 )
         if self.dp_head and self.attention_dp == 1:
             raise LayoutError(

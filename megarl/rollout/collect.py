@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl import run_paths
 from megarl.buffer.groupfile import write_group
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, RolloutError
@@ -163,7 +164,7 @@ class Collector:
     async def _group(self, request: _Request) -> Group:
         samples = await self._samples(request)
         group = Group(request.group_id, request.prompt, samples)
-        folder = self._run_dir / "rollouts" / f"v{request.version:06d}"
+        folder = run_paths.version_folder(self._run_dir, request.version)
         path = await asyncio.to_thread(write_group, folder, group)
         return Group(group.group_id, group.prompt, group.samples, path)
 

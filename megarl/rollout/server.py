@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 
 import aiohttp
 
+from megarl import run_paths
 from megarl.config.schema import Config
 from megarl.errors import RolloutError
 from megarl.nodes import Device
@@ -168,7 +169,7 @@ class Starter:
             api_key=self.api_key,
             admin_key=self.admin_key,
         )
-        server.log_path = self.run_dir / "logs" / f"{server.name}.{incarnation}.log"
+        server.log_path = self.run_dir / run_paths.LOGS / f"{server.name}.{incarnation}.log"
         server.log_path.parent.mkdir(parents=True, exist_ok=True)
         place = ServerPlace(
             server.index, incarnation, server.host, port, self.api_key, self.admin_key

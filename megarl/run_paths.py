@@ -1,0 +1,29 @@
+"""What lies where in a run's folder: the names that controller, learner and servers share.
+
+Owns the names alone; what is in a file, and who may write it, is its writer's. Imports nothing of
+megarl and no engine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SETTINGS = "config.toml"
+METRICS = "metrics.jsonl"
+LOGS = "logs"
+ROLLOUTS = "rollouts"
+CHECKPOINTS = "checkpoints"
+LEARNER_ENDPOINT = "endpoints/learner.json"
+"""Where the learner answers, written by its rank 0 when it is ready."""
+
+LEARNER_FAILURE = "logs/learner-failure.json"
+"""Which learner rank failed first, and why."""
+
+
+def version_folder(run_dir: Path, version: int) -> Path:
+    """Where the groups are that were asked for with policy `version`.
+
+    >>> str(version_folder(Path("run"), 12))
+    'run/rollouts/v000012'
+    """
+    return run_dir / ROLLOUTS / f"v{version:06d}"
