@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +52,24 @@ def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     return make_on_cpu
 
 
+def _as_it_is(function: Any = None, **settings: object) -> Any:
+    """torch.compile where nothing is compiled: naming Inductor alone costs a second of a core."""
+    return (lambda decorated: decorated) if function is None else function
+
+
+@contextlib.contextmanager
+def _absent(name: str) -> Iterator[None]:
+    """While it lasts, importing `name` fails as if it were not installed; not where it is there."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
 _true_type = torch.Tensor.type
 
 
@@ -77,7 +96,8 @@ def install() -> None:
     _device._device_constructors()
     placeholders.install(["triton"])
     _redirect_torch()
-    with warnings.catch_warnings():
+    # Megatron's timers can write to wandb: no learner rank does, and it takes half a second.
+    with warnings.catch_warnings(), _absent("wandb"):
         warnings.simplefilter("ignore")  # that apex and Transformer Engine are absent is known
         _redirect_megatron()
 
@@ -88,7 +108,7 @@ def _redirect_torch() -> None:
     tensor: Any = torch.Tensor
     tensor.cuda = lambda tensor, *args, **kwargs: tensor
     tensor.type = _cuda_type
-    torch.compiler.set_stance("force_eager")  # Megatron compiles its small fusions
+    torch.compile = _as_it_is  # Megatron decorates its small fusions with it as it is imported
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *args, **kwargs: None

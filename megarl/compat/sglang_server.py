@@ -4,7 +4,7 @@ Owns what must happen in a server's processes before sglang is imported: megatro
 substitutions where `--device cpu` is asked for, death with the parent, keys taken out of the
 environment. All flags are SGLang's. Knows nothing of megarl's settings, prompts or weights.
 
-SGLang spawns its scheduler and detokenizer with multiprocessing, which runs this module again there
+Where SGLang spawns its scheduler and detokenizer, multiprocessing runs this module again there
 under the name `__mp_main__` with the same sys.argv: that is how the children are prepared too.
 
 For: sglang 0.5.23. It imports megatron.core wherever that is installed (srt/debug_utils/dumper.py),
@@ -24,6 +24,7 @@ from megarl.compat import (
     sglang_cpu,
     sglang_deepseek_config,
     sglang_expert_parallel,
+    sglang_fork,
     sglang_latent_attention,
 )
 from megarl.linux import set_death_signal
@@ -87,6 +88,7 @@ def prepare_process(argv: Sequence[str]) -> None:
         sglang_latent_attention.install()
         sglang_expert_parallel.install()
         sglang_deepseek_config.install()
+        sglang_fork.install()
 
 
 def main() -> None:

@@ -39,6 +39,25 @@ print("right")
     assert out == "right"
 
 
+def test_megatron_is_imported_without_a_compiler_or_wandb_which_stay_importable() -> None:
+    out = _run(
+        """
+import sys
+from megarl.compat import megatron_cpu
+megatron_cpu.install()
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe import router
+heavy = {"torch._inductor.compile_fx", "torch._dynamo.eval_frame", "wandb"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+import torch
+assert torch.compile(abs) is abs and torch.compile(dynamic=True)(abs) is abs
+import wandb
+print("light")
+"""
+    )
+    assert out == "light"
+
+
 def test_install_beside_cuda_changes_nothing() -> None:
     out = _run(
         """

@@ -15,6 +15,7 @@ from megarl.compat import (
     sglang_cpu,
     sglang_deepseek_config,
     sglang_expert_parallel,
+    sglang_fork,
     sglang_latent_attention,
 )
 
@@ -76,6 +77,7 @@ def test_cures_of_model_families_wait_in_cpu_servers_only() -> None:
         sglang_attention_dp,
         sglang_deepseek_config,
         sglang_expert_parallel,
+        sglang_fork,
         sglang_latent_attention,
     )
     assert sorted(waiting("cpu")) == sorted(cure.MODULE for cure in cures)
