@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megarl.errors import NoAnswerError, WeightSyncError, in_words
-from megarl.types import ServerEndpoint, ServerSync, SyncReport
+from megarl.types import ServerEndpoint, SyncReport
 from megarl.weight_sync.checkpoint_files import CheckpointWriter
-from megarl.weight_sync.control import stamp
-from megarl.weight_sync.exchange import hand_over
-from megarl.weight_sync.probe import PendingProbe, Probe
+from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.server_calls import PauseMode, ServerCalls
-from megarl.weight_sync.stock import GRACE_S, UNCHECKED
-from megarl.weight_sync.together import from_first, settle_probe
+from megarl.weight_sync.together import from_first
+from megarl.weight_sync.unproved import Line, Publish
 
 
 class DiskSync:
@@ -53,34 +48,20 @@ class DiskSync:
         fails is reported, not raised, and stays paused. Older folders are removed once all servers
         have the new one. Raises WeightSyncError as `write` does.
         """
-        start = time.monotonic()
+        publish = Publish(version, self._pause, until)
         name = from_first(self._group, f"v{version:06d}-{secrets.token_hex(4)}")
         folder = self._root / name
         self._writer.write(folder)
-        pending, label = PendingProbe(), stamp(version, secrets.token_hex(8))
         readers = [
-            _Reader(label, server, folder, self._pause, until, pending)
-            for server in (servers if self._rank == 0 else ())
+            _Reader(server, publish, folder) for server in (servers if self._rank == 0 else ())
         ]
         for reader in readers:
             reader.start()
-        error = settle_probe(self._group, self._rank, score, pending)
-        report = None
-        if self._rank == 0:
-            for reader in readers:
-                reader.join(max(0.0, until + GRACE_S - time.monotonic()))
-            results = tuple(reader.result for reader in readers)
-            if all(result.verified for result in results):
-                self._remove_others(folder)
-            size = self._writer.num_bytes
-            taken = sum(result.verified for result in results) * size
-            took_s = time.monotonic() - start
-            report = SyncReport(version, results, taken, len(servers) * size, took_s)
-        told = from_first(self._group, report)
-        assert told is not None
-        if error:
-            raise WeightSyncError(f"version {version} was not published: {error}")
-        return told
+        size = self._writer.num_bytes
+        report = publish.conclude(self._group, self._rank, readers, size, score)
+        if self._rank == 0 and all(result.verified for result in report.servers):
+            self._remove_others(folder)
+        return report
 
     def _remove_others(self, newest: Path) -> None:
         for path in self._root.glob("v[0-9]*-*"):
@@ -88,49 +69,20 @@ class DiskSync:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-class _Reader(threading.Thread):
-    """One server reading a folder, in a thread of learner rank 0 that nobody waits for too long."""
+class _Reader(Line):
+    """One server reading a folder."""
 
-    def __init__(
-        self,
-        label: str,
-        server: ServerEndpoint,
-        folder: Path,
-        pause: PauseMode,
-        until: float,
-        probe: PendingProbe,
-    ) -> None:
-        super().__init__(name=f"weight-sync-{server.name}", daemon=True)
-        self._label, self._server, self._folder = label, server, folder
-        self._pause: PauseMode = pause
-        self._until, self._probe = until, probe
-        late = f"{server.name}: no answer in time"
-        self.result = ServerSync(server.name, server.incarnation, False, late, is_lost=True)
+    in_session = False
 
-    def run(self) -> None:
-        """All calls to the server, in order. Raises nothing."""
-        name, incarnation = self._server.name, self._server.incarnation
-        calls = ServerCalls(self._server, self._until)
+    def __init__(self, server: ServerEndpoint, publish: Publish, folder: Path) -> None:
+        super().__init__(server, publish)
+        self._folder = folder
+
+    def write(self, calls: ServerCalls) -> None:
+        """Have the server read it."""
         body = {
             "model_path": str(self._folder),
             "load_format": "auto",  # else the server's own, which may be "dummy"
-            "flush_cache": self._pause != "in_place",
+            "flush_cache": self.publish.pause != "in_place",
         }
-        try:
-            _, difference = hand_over(
-                calls,
-                self._label,
-                self._pause,
-                lambda: calls.post("/update_weights_from_disk", body),
-                lambda: self._probe.wait(self._until),
-                in_session=False,
-                suspect=UNCHECKED,
-            )
-            self.result = ServerSync(
-                name, incarnation, True, probe_max_abs_logprob=difference, label=self._label
-            )
-        except Exception as error:  # noqa: BLE001 - one bad server does not spoil the others
-            text, is_lost = f"{name}: {in_words(error)}", isinstance(error, NoAnswerError)
-            self.result = ServerSync(name, incarnation, False, text, is_lost=is_lost)
-        finally:
-            calls.close()
+        calls.post("/update_weights_from_disk", body)

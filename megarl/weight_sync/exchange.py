@@ -61,6 +61,24 @@ class Outcome:
     verdict_s: float = 0.0
 
 
+def proved(server: ServerEndpoint, label: str, difference: float | None) -> ServerSync:
+    """The result of a server that has the weights, which are called `label` there."""
+    name, incarnation = server.name, server.incarnation
+    return ServerSync(name, incarnation, True, probe_max_abs_logprob=difference, label=label)
+
+
+def failed(server: ServerEndpoint, error: Exception) -> ServerSync:
+    """The result of a server whose sync ended with `error`."""
+    is_lost = isinstance(error, NoAnswerError)
+    text = f"{server.name}: {in_words(error)}"
+    return ServerSync(server.name, server.incarnation, False, text, is_lost=is_lost)
+
+
+def late(server: ServerEndpoint) -> ServerSync:
+    """The result of a server that has not come to an end."""
+    return failed(server, NoAnswerError("no answer in time"))
+
+
 def slowest(outcomes: Sequence[Outcome]) -> tuple[float, float, float]:
     """The largest `copy_s`, `check_s` and `verdict_s`; zeros of none."""
     times = [(one.copy_s, one.check_s, one.verdict_s) for one in outcomes] or [(0.0, 0.0, 0.0)]
@@ -191,28 +209,19 @@ def publish_to(
             calls, messages[0].stamp, pause, write, lambda: get_probe(until)
         )
     except Exception as error:  # noqa: BLE001 - one bad server does not spoil the others
-        text = f"{server.name}: {in_words(error)}"
+        result = failed(server, error)
         if senders:
-            board.put(messages[0].call.refusal_key, text)  # nobody waits for this server any more
+            board.put(messages[0].call.refusal_key, result.error)  # nobody waits for it any more
             refused = _refusals(board.said(keys))
-            if refused and coverage.describe(refused) not in text:
-                text = f"{text} ({coverage.describe(refused)})"
-        is_lost = isinstance(error, NoAnswerError)
-        return Outcome(
-            ServerSync(server.name, server.incarnation, False, text, is_lost=is_lost), reading
-        )
+            if refused and coverage.describe(refused) not in result.error:
+                text = f"{result.error} ({coverage.describe(refused)})"
+                result = replace(result, error=text)
+        return Outcome(result, reading)
     finally:
         calls.close()
         board.forget([messages[0].busy_key])
-    result = ServerSync(
-        server.name,
-        server.incarnation,
-        True,
-        probe_max_abs_logprob=difference,
-        label=messages[0].stamp,
-    )
     return Outcome(
-        result,
+        proved(server, messages[0].stamp, difference),
         reading,
         moved_bytes=sum(sum(acks[who].moved_bytes.values()) for who in ranks),
         network_bytes=sum(acks[who].moved_bytes.get("network", 0) for who in senders),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megarl.errors import MegarlError, WeightSyncError, in_words
 from megarl.reshard.mesh import ServerMesh
 from megarl.reshard.plan import minimum_bytes
-from megarl.types import ServerEndpoint, ServerSync, SyncReport, SyncTimes
+from megarl.types import ServerEndpoint, SyncReport, SyncTimes
 from megarl.weight_sync.acks import Ack, AckBoard
 from megarl.weight_sync.control import (
     ControlMessage,
@@ -28,7 +28,14 @@ from megarl.weight_sync.control import (
     sent_key,
     stamp,
 )
-from megarl.weight_sync.exchange import Evidence, Outcome, publish_to, slowest, transfer_until
+from megarl.weight_sync.exchange import (
+    Evidence,
+    Outcome,
+    late,
+    publish_to,
+    slowest,
+    transfer_until,
+)
 from megarl.weight_sync.order import Order, Staged, Summed, Target
 from megarl.weight_sync.parcels import learner_member, senders
 from megarl.weight_sync.pending import Pending
@@ -298,9 +305,7 @@ class WeightSync:
         """How each server's publish ended; those that have not are lost."""
         finished = []
         for index, server in enumerate(servers):
-            text = f"{server.name}: no answer in time"
-            late = ServerSync(server.name, server.incarnation, False, text, is_lost=True)
-            outcome = driving.outcomes.get(index, Outcome(late))
+            outcome = driving.outcomes.get(index, Outcome(late(server)))
             if outcome.is_reading:
                 self._reading.add(order.targets[index].kind)
             finished.append(outcome)

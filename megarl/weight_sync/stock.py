@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,25 +20,18 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megarl.errors import NoAnswerError, WeightSyncError, in_words
-from megarl.types import ServerEndpoint, ServerSync, SyncReport, is_loopback
-from megarl.weight_sync.control import stamp
-from megarl.weight_sync.exchange import GetProbe, hand_over
+from megarl.errors import WeightSyncError
+from megarl.types import ServerEndpoint, SyncReport, is_loopback
 from megarl.weight_sync.full import FullBucket, FullPolicy
-from megarl.weight_sync.probe import PendingProbe, Probe
+from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.server_calls import PauseMode, ServerCalls
 from megarl.weight_sync.stock_routes import BroadcastRoute, RequestRoute, Route
-from megarl.weight_sync.together import from_first, settle_probe
 from megarl.weight_sync.transport.broadcast import Backend, Broadcast
+from megarl.weight_sync.unproved import Line, Publish
 
 log = logging.getLogger(__name__)
 
 Via = Literal["broadcast", "request"]
-UNCHECKED = (
-    "Nothing else shows what SGLang loaded: suspect a tensor that its loader took for another, or "
-    "left out without a word"
-)
-GRACE_S = 12.0  # past the deadline, for ending sessions; then a server counts as not answering
 _POLL_S = 0.02
 
 
@@ -103,22 +95,20 @@ class StockSync:
         of `time.monotonic` on rank 0. Raises WeightSyncError, on every rank, for what goes wrong in
         the learner.
         """
-        start = time.monotonic()
-        pending, label = PendingProbe(), stamp(version, secrets.token_hex(8))
+        publish = Publish(version, self._pause, until)
         lines = [
-            _Line(label, server.endpoint, self._route(server), self._pause, until, pending.wait)
+            _Line(server.endpoint, publish, self._route(server))
             for server in (servers if self._rank == 0 else ())
         ]
         for line in lines:
             line.start()
         self._send(lines)
-        error = settle_probe(self._group, self._rank, score, pending)
-        report = self._report(version, lines, until, start) if self._rank == 0 else None
-        told = from_first(self._group, report)
-        assert told is not None
-        if error:
-            raise WeightSyncError(f"version {version} was not published: {error}")
-        return told
+        try:
+            return publish.conclude(self._group, self._rank, lines, self._policy.num_bytes, score)
+        finally:
+            for line in lines:
+                if not line.result.verified:
+                    self._forget(line.server.name)
 
     def _send(self, lines: Sequence[_Line]) -> None:
         """Give each bucket to all lines as it comes; each lets the next one in when it is done."""
@@ -133,19 +123,6 @@ class StockSync:
             for line in lines:
                 line.stop(str(error))
             raise
-
-    def _report(
-        self, version: int, lines: Sequence[_Line], until: float, start: float
-    ) -> SyncReport:
-        for line in lines:
-            line.join(max(0.0, until + GRACE_S - time.monotonic()))
-            if not line.result.verified:
-                self._forget(line.server.name)
-        size = self._policy.num_bytes
-        taken = sum(line.server.tp for line in lines if line.result.verified) * size
-        results = tuple(line.result for line in lines)
-        took_s = time.monotonic() - start
-        return SyncReport(version, results, taken, len(lines) * size, took_s)
 
     def close(self) -> None:
         """Leave the groups."""
@@ -175,33 +152,21 @@ class StockSync:
             held[1].close()
 
 
-class _Line(threading.Thread):
-    """One server's part of one publish, in a thread of learner rank 0."""
+class _Line(Line):
+    """One server's part of one publish: it takes bucket after bucket."""
 
-    def __init__(
-        self,
-        label: str,
-        server: ServerEndpoint,
-        route: Route,
-        pause: PauseMode,
-        until: float,
-        get_probe: GetProbe,
-    ) -> None:
-        super().__init__(name=f"weight-sync-{server.name}", daemon=True)
-        self.server, self._label, self._route, self._until = server, label, route, until
-        self._pause: PauseMode = pause
-        self._get_probe = get_probe
+    def __init__(self, server: ServerEndpoint, publish: Publish, route: Route) -> None:
+        super().__init__(server, publish)
+        self.copies, self._route = server.tp, route
         self._free = threading.Semaphore(0)  # released when the next bucket may come
         self._todo: queue.SimpleQueue[tuple[FullBucket, torch.Tensor, bool] | str] = (
             queue.SimpleQueue()
         )
-        late = f"{server.name}: no answer in time"
-        self.result = ServerSync(server.name, server.incarnation, False, late, is_lost=True)
 
     @property
     def is_open(self) -> bool:
         """Whether it can take another bucket: it has not failed, and its time has not passed."""
-        return self.is_alive() and time.monotonic() < self._until
+        return self.is_alive() and time.monotonic() < self.publish.until
 
     def give(self, bucket: FullBucket, data: torch.Tensor, is_last: bool) -> None:
         """Hand a bucket over once the one before has been taken; nothing to a line that is over."""
@@ -214,42 +179,20 @@ class _Line(threading.Thread):
         """Have it end without the rest."""
         self._todo.put(why)
 
-    def run(self) -> None:
-        """All calls to the server, in order. Raises nothing."""
-        name, incarnation = self.server.name, self.server.incarnation
-        calls = ServerCalls(self.server, self._until)
-        try:
-            _, difference = hand_over(
-                calls,
-                self._label,
-                self._pause,
-                lambda: self._write(calls),
-                lambda: self._get_probe(self._until),
-                suspect=UNCHECKED,
-            )
-            self.result = ServerSync(
-                name, incarnation, True, probe_max_abs_logprob=difference, label=self._label
-            )
-        except Exception as error:  # noqa: BLE001 - one bad server does not spoil the others
-            text, is_lost = f"{name}: {in_words(error)}", isinstance(error, NoAnswerError)
-            self.result = ServerSync(name, incarnation, False, text, is_lost=is_lost)
-        finally:
-            calls.close()
-
-    def _write(self, calls: ServerCalls) -> None:
+    def write(self, calls: ServerCalls) -> None:
         """All buckets. With the last one goes the prefix cache of the old weights."""
-        self._route.open(calls, self._until)
+        self._route.open(calls, self.publish.until)
         is_last = False
         while not is_last:
             self._free.release()
             bucket, data, is_last = self._next()
-            flush = is_last and self._pause != "in_place"
-            self._route.send(calls, bucket, data, flush, self._until)
+            flush = is_last and self.publish.pause != "in_place"
+            self._route.send(calls, bucket, data, flush, self.publish.until)
             del data  # the next one is being filled
 
     def _next(self) -> tuple[FullBucket, torch.Tensor, bool]:
         try:
-            given = self._todo.get(timeout=max(0.0, self._until - time.monotonic()))
+            given = self._todo.get(timeout=max(0.0, self.publish.until - time.monotonic()))
         except queue.Empty:
             raise WeightSyncError(
                 "the learner's ranks did not bring the next tensors in time; raise deadline.sync_s"

@@ -21,7 +21,7 @@ from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.types import SyncReport
 from megarl.weight_sync.modes import ModeSettings
 from megarl.weight_sync.probe import Probe
-from megarl.weight_sync.stock import GRACE_S
+from megarl.weight_sync.unproved import GRACE_S
 from tests.weight_sync import full_ranks, tiny
 from tests.weight_sync.family_models import SHAPES, Oracle
 from tests.weight_sync.forked import Ranks

@@ -142,9 +142,8 @@ class CudaArena:
         sweep()
         pointer = memory.allocate(num_bytes)
         try:
-            places = (Place(0, num_bytes, 0, 0),)
-            handles = (memory.export(pointer).hex(),)
-            table = Table(memory.gpu, _this_process(), _namespace(), is_lasting, handles, places)
+            where = (memory.gpu, _this_process(), _namespace(), is_lasting)
+            table = Table(*where, (memory.export(pointer).hex(),), (Place(0, num_bytes, 0, 0),))
             header = _header(run_id, generation, rank, table, digest)
         except Exception:  # nobody else would give it back
             memory.free(pointer)
