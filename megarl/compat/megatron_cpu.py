@@ -24,6 +24,7 @@ from megarl.compat import placeholders
 
 # The torch factories that Megatron calls with device="cuda" or pin_memory=True.
 _FACTORIES = ("tensor", "empty", "empty_like", "zeros", "ones", "full", "arange")
+_NO_PARAMETER = "no parameter"  # the key of a step in the state of an AdamW without parameters
 
 
 class _Stream:
@@ -192,13 +193,20 @@ def _divide_unevenly(mappings: Any) -> None:
 def init_optimizer_state(optimizer: Any) -> None:
     """Give torch's AdamW the state it has from its first step on. Call before loading one.
 
-    `optimizer` is a Megatron ChainedOptimizer. Nothing to do for other Adams, nor a second time.
+    `optimizer` is a Megatron ChainedOptimizer. Nothing to do for other Adams. Call before each save
+    too: one without parameters on this rank, as that of experts on a stage of dense layers, has no
+    step of its own, and Megatron asks it for one.
     """
-    for inner in _torch_adamws(optimizer):
-        for param in (param for group in inner.param_groups for param in group["params"]):
+    inners = _torch_adamws(optimizer)
+    for inner in inners:
+        for param in _parameters(inner):
             if not inner.state.get(param):
                 zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
                 inner.state[param] = {"step": torch.tensor(0.0), **zeros}
+    steps = [inner.state[param]["step"] for inner in inners for param in _parameters(inner)]
+    for inner in inners:
+        if steps and not _parameters(inner):
+            inner.state[_NO_PARAMETER] = {"step": steps[0].clone()}
 
 
 def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
@@ -211,6 +219,10 @@ def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     for inner in _torch_adamws(optimizer):
         for param_state in inner.state.values():
             param_state["step"] = param_state["step"].clone()
+
+
+def _parameters(inner: torch.optim.AdamW) -> list[Any]:
+    return [param for group in inner.param_groups for param in group["params"]]
 
 
 def _torch_adamws(optimizer: Any) -> list[torch.optim.AdamW]:

@@ -2,7 +2,10 @@
 
 from types import SimpleNamespace
 
+import torch
+
 from megarl.compat.megatron_checkpoint import keep_settings
+from megarl.compat.megatron_cpu import init_optimizer_state
 
 
 def optimizer(lr: float) -> SimpleNamespace:
@@ -27,3 +30,20 @@ def test_loaded_optimizer_keeps_the_steps_and_takes_the_runs_settings() -> None:
         },
         "param_state": "untouched",
     }
+
+
+def test_optimizer_without_parameters_has_the_step_of_the_others_at_every_save() -> None:
+    """Megatron asks each for one; a stage of dense layers has no parameter of the experts'."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    dense, experts = torch.optim.AdamW([weight]), torch.optim.AdamW([{"params": []}])
+    parts = [SimpleNamespace(optimizer=inner) for inner in (dense, experts)]
+    chained = SimpleNamespace(chained_optimizers=parts)
+    for steps in (0, 1, 2):
+        init_optimizer_state(chained)
+        for inner in (dense, experts):
+            states = inner.state_dict()["state"].values()
+            assert [state["step"].item() for state in states] == [steps]
+        weight.grad = torch.ones(3)
+        for inner in (dense, experts):
+            inner.step()
+    experts.load_state_dict(experts.state_dict())

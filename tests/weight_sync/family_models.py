@@ -6,7 +6,7 @@ Sizes divide over two ranks of a CPU server, which pads what does not.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -46,13 +46,17 @@ SHAPES: dict[str, ModelShape] = {
 
 def save(folder: Path, name: str, seed: int) -> Path:
     """The policy as transformers writes it, with the weights of `seed`."""
+    return write(folder, name, tiny.weights(SHAPES[name], seed))
+
+
+def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> Path:
+    """The policy as transformers writes it, with these weights."""
     shape = SHAPES[name]
     config = hf_config(shape)
     if shape.mla is not None:
         config["rope_scaling"] = {**YARN, "rope_type": "yarn"}
         for field in ("moe_layer_freq", "topk_method", "scoring_func", "ep_size"):
             del config[field]  # transformers does not write them
-    tensors = tiny.weights(shape, seed)
     stored = {}
     for parameter in block_table(shape).parameters:
         whole = tensors[parameter.name]
