@@ -248,12 +248,35 @@ class SyncTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizationError:
+    """What a sync lost to float8: relative errors (L2) of layers, `worst` naming the largest's.
+
+    All empty where nothing was quantized.
+    """
+
+    largest: float = 0.0
+    mean: float = 0.0
+    worst: str = ""
+
+    @classmethod
+    def of(cls, layers: Mapping[str, float]) -> QuantizationError:
+        """The summary of errors by layer.
+
+        >>> QuantizationError.of({"model.layers.0": 0.02, "model.layers.1": 0.04})
+        QuantizationError(largest=0.04, mean=0.03, worst='model.layers.1')
+        """
+        if not layers:
+            return cls()
+        worst = max(layers, key=lambda layer: layers[layer])
+        return cls(layers[worst], sum(layers.values()) / len(layers), worst)
+
+
+@dataclass(frozen=True, slots=True)
 class SyncReport:
     """The result of publishing one version. Bytes are of payload, over all servers.
 
     `moved_bytes` are those that ranks of verified servers took, `minimum_bytes` those that all
     servers hold, `network_bytes` those that learner ranks sent to other nodes.
-    `quantization_error` is the largest relative error (L2) of a layer that was sent as float8.
     """
 
     version: int
@@ -262,5 +285,5 @@ class SyncReport:
     minimum_bytes: int
     took_s: float
     network_bytes: int = 0
-    quantization_error: float = 0.0
+    quantization: QuantizationError = QuantizationError()
     times: SyncTimes = SyncTimes()

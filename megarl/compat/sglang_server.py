@@ -24,6 +24,7 @@ from megarl.compat import (
     sglang_cpu,
     sglang_deepseek_config,
     sglang_expert_parallel,
+    sglang_float8,
     sglang_fork,
     sglang_latent_attention,
 )
@@ -87,6 +88,7 @@ def prepare_process(argv: Sequence[str]) -> None:
         sglang_attention_dp.install()
         sglang_latent_attention.install()
         sglang_expert_parallel.install()
+        sglang_float8.install()
         sglang_deepseek_config.install()
         sglang_fork.install()
 

@@ -26,6 +26,7 @@ from megarl.config.check_parallel import check_ranks, check_runnable, check_serv
 from megarl.config.check_servers import check_sync, check_urls
 from megarl.config.layouts import learner_layout, trained_shape
 from megarl.config.schema import Config
+from megarl.config.served import check_float8
 from megarl.config.transformer_fields import field_violations
 from megarl.config.violation import Violation
 from megarl.errors import LayoutError, ModelError
@@ -61,9 +62,10 @@ def check_config(config: Config) -> list[Violation]:
 
 
 def _laid_out(config: Config, shape: ModelShape) -> Iterator[Violation]:
-    """What the learner's layout says itself: of pipelines that are not even."""
+    """What the learner's layout says itself: of pipelines that are not even, and of float8."""
     try:
-        learner_layout(config, trained_shape(shape))
+        layout = learner_layout(config, trained_shape(shape))
+        yield from check_float8(config, trained_shape(shape), layout)
     except LayoutError as error:
         names = ("pp", "first_stage_layers", "last_stage_layers", "pipeline_layout")
         yield Violation(str(error), tuple(f"learner.parallel.{name}" for name in names))

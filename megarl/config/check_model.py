@@ -45,7 +45,8 @@ def check_trained(model: Path, shape: ModelShape) -> Iterator[Violation]:
     elif shape.fp8_block is not None:
         yield Violation(
             f"{model} has float8 weights (quantization_config), which the learner does not train; "
-            "use the checkpoint in bfloat16",
+            "use the checkpoint in bfloat16, with rollout.precision.weights = fp8 for servers that "
+            "hold float8",
             ("actor.model",),
         )
     elif shape.moe is not None:

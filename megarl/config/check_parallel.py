@@ -13,14 +13,16 @@ from collections.abc import Iterator
 
 from megarl.actor.model_shape import Yarn
 from megarl.actor.shape import ModelShape, read_shape
+from megarl.config.capability import check_mode
 from megarl.config.check_model import rollout_faults, uses_cpu
 from megarl.config.schema import Config
+from megarl.config.served import served_block
 from megarl.config.server_arguments import argument_violations, server_mesh
 from megarl.config.transformer_fields import field_violations
 from megarl.config.violation import Violation
 from megarl.errors import LayoutError, ModelError
 from megarl.reshard.mesh import MAX_RANKS
-from megarl.reshard.sglang_limits import check_served
+from megarl.reshard.sglang import sglang_layout
 
 PLANNED = "`megarl reshard explain` plans it"
 TRAINED = "the learner computes with tensor, pipeline, data and expert parallelism only"
@@ -65,6 +67,8 @@ def check_servers(config: Config, shape: ModelShape | None) -> Iterator[Violatio
     """
     found = list(argument_violations(config, shape, os.environ))
     yield from found
+    if shape is not None:
+        yield from check_mode(config, shape.architecture, "cpu" if uses_cpu(config) else "cuda")
     if found or shape is None or any(_servers(config)) or rollout_faults(config, shape):
         return  # said already, or by `check_shape`
     if uses_cpu(config) and shape.mla is not None and not isinstance(shape.rope_scaling, Yarn):
@@ -74,7 +78,7 @@ def check_servers(config: Config, shape: ModelShape | None) -> Iterator[Violatio
             ("actor.model",),
         )
     try:
-        check_served(shape, server_mesh(config, shape, uses_cpu(config)))
+        sglang_layout(shape, server_mesh(config, shape, uses_cpu(config)), served_block(config))
     except LayoutError as error:
         names = ("tp", "ep", "attention_dp")
         yield Violation(str(error), tuple(f"rollout.parallel.{name}" for name in names))
@@ -181,9 +185,6 @@ def check_runnable(config: Config) -> Iterator[Violation]:
             yield _not_yet(f"learner.parallel.{name}", size, TRAINED, 1)
     if rollout.parallel.pp > 1:
         yield _not_yet("rollout.parallel.pp", rollout.parallel.pp, SERVED, 1)
-    if rollout.precision.weights != "policy":
-        reason = "the weight sync writes unquantized parameters only"
-        yield _not_yet("rollout.precision.weights", rollout.precision.weights, reason, "policy")
     if config.placement.mode == "colocated":
         yield from _colocated(config)
 

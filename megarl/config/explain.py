@@ -10,6 +10,7 @@ import time
 
 from megarl.config.layouts import RunLayouts, run_layouts
 from megarl.config.schema import Config
+from megarl.config.served import served_block
 from megarl.reshard.explain import explain, way_to_dict
 from megarl.reshard.fabric import Fabric
 from megarl.reshard.notation import counted, ranks_text
@@ -60,9 +61,9 @@ def _headings(config: Config, run: RunLayouts, gpus_per_node: int) -> dict[str, 
     rest += [f"pp {server.pp}"] if server.pp > 1 else []
     rest += [f"{server.attention_dp} copies of the attention"] if server.attention_dp > 1 else []
     precision: str = config.learner.precision.params
-    if config.rollout.precision.weights == "fp8":
-        block = config.rollout.precision.fp8_block
-        precision = f"float8 in blocks of {block} x {block}"
+    block = served_block(config)
+    if block is not None:
+        precision = f"float8 in blocks of {block[0]} x {block[1]}, bf16 beside it"
     inside = f"tp {server.tp}" + "".join(f", {text}" for text in rest)
     return {
         "learner": f"{counted(learner.size, 'rank')}: {words}{chunks}{experts}; "

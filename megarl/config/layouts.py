@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megarl.actor.families import FAMILIES
 from megarl.actor.shape import ModelShape, read_shape
 from megarl.config.schema import Config
+from megarl.config.served import check_family, served_block, served_dtype
 from megarl.config.server_arguments import server_mesh
-from megarl.errors import LayoutError
 from megarl.reshard.layout import Layout
 from megarl.reshard.megatron import check_supported, megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
@@ -53,13 +52,9 @@ def run_layouts(config: Config, gpus_per_node: int = 8) -> RunLayouts:
     check_supported(fields)
     source = learner_layout(config, shape)
     decisions: Decisions = {}
-    if config.rollout.precision.weights == "fp8":
-        if not FAMILIES[shape.architecture].served.fp8:
-            raise LayoutError(
-                f"rollout.precision.weights=fp8: SGLang's {shape.architecture} is not known to "
-                "load the scales of block-quantized weights (its llama drops them); use policy"
-            )
-        block = (config.rollout.precision.fp8_block,) * 2
+    block = served_block(config)
+    if block is not None:
+        check_family(shape)
         precisions = with_fp8(source, sglang_layout(shape, server, block), block)
         source, destination = precisions.source, precisions.destination
         decisions = precisions.decisions
@@ -72,7 +67,7 @@ def run_layouts(config: Config, gpus_per_node: int = 8) -> RunLayouts:
         source,
         destination,
         _placement(config, source, destination, gpus_per_node),
-        POLICY_BYTES[config.learner.precision.params],
+        POLICY_BYTES[served_dtype(config)],
         decisions,
     )
 

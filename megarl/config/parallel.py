@@ -31,13 +31,14 @@ class RolloutParallelConfig(Group):
 
 
 class RolloutPrecisionConfig(Group):
-    """Number formats of the servers. A run takes `policy` alone as yet."""
+    """Number formats of the servers."""
 
     weights: Literal["policy", "fp8"] = "policy"
-    """`policy`: as `learner.precision.params`; `fp8`: float8 (e4m3) in square blocks with a float32
-    scale each."""
+    """`policy`: as `learner.precision.params`; `fp8`: the linear weights of attention, MLPs and
+    experts in float8 (e4m3) in square blocks with a float32 scale each, quantized by the learner
+    for every sync, all else in bf16. Servers then start without weights, as docs/float8.md says."""
     fp8_block: Positive = 128
-    """Rows and columns of such a block."""
+    """Rows and columns of such a block. 128 is what GPU kernels are made for."""
 
 
 class LearnerParallelConfig(Group):

@@ -17,6 +17,7 @@ from typing import Literal
 
 from megarl.config.parallel import PlacementConfig
 from megarl.config.schema import Config
+from megarl.config.served import served_block
 from megarl.controller.memory import MIB, MemoryLedger
 from megarl.errors import WeightSyncError
 from megarl.learner.client import LearnerClient
@@ -60,7 +61,7 @@ def kept_at_start(config: Config, is_resumed: bool) -> frozenset[str]:
 
     Their weights only where parity at start is to compare what they loaded themselves.
     """
-    if config.parity.enabled and not is_resumed:
+    if config.parity.enabled and not is_resumed and served_block(config) is None:
         return stages(config.placement)["starting"].servers
     return frozenset()
 

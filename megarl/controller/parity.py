@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from megarl.config.bounds import mean_difference_bound, probe_bound
 from megarl.config.schema import Config
+from megarl.config.served import served_block
 from megarl.controller.colocated import Turn
 from megarl.errors import ParityError
 from megarl.learner.client import LearnerClient
@@ -55,11 +56,14 @@ async def mean_difference(
 def check(config: Config, mean: float, baseline: float | None, when: str) -> None:
     """Raise ParityError where `mean` is above the bound, with the verdict."""
     allowed = mean_difference_bound(config, baseline)
-    log.info("parity when=%s mean_abs_logprob=%.2e bound=%.0e", when, mean, allowed)
+    weights = "float8" if served_block(config) else config.learner.precision.params
+    log.info(
+        "parity when=%s mean_abs_logprob=%.2e bound=%.0e weights=%s", when, mean, allowed, weights
+    )
     if not mean <= allowed:  # also where it is not a number
         raise ParityError(
             f"log-probs of learner and rollout server differ by {mean:.2e} nats in the mean {when} "
-            f"(bound {allowed:.0e}): {verdict(mean, allowed, baseline)}. "
+            f"(bound {allowed:.0e} for {weights} servers): {verdict(mean, allowed, baseline)}. "
             "Raise parity.max_mean_abs_logprob only if you know why they differ"
         )
 

@@ -40,10 +40,13 @@ def check_checkable(config: Config) -> None:
         )
 
 
-async def check_sync(learner: LearnerClient, servers: ServerPool) -> SyncCheck:
+async def check_sync(
+    learner: LearnerClient, servers: ServerPool, start_empty: bool = False
+) -> SyncCheck:
     """Spoil the weights of all servers, publish the learner's, and compare with what was loaded.
 
-    The learner must hold the checkpoint that the servers were started with. Raises RolloutError
+    The learner must hold the checkpoint that the servers were started with. Servers that start
+    empty have loaded nothing: what the sync proves by itself is then all. Raises RolloutError
     where a server does not answer, WeightSyncError where the learner cannot publish at all.
     """
     endpoints = servers.endpoints()
@@ -62,10 +65,11 @@ async def check_sync(learner: LearnerClient, servers: ServerPool) -> SyncCheck:
     facts, wrong = [_told(report)], []
     for server in endpoints:
         found = await control.checksums(servers.http, server)
-        mine = findings(server, results[server.name], loaded[server.name], found)
+        known = [{} for _ in found] if start_empty else loaded[server.name]
+        mine = findings(server, results[server.name], known, found)
         wrong += mine
         if not mine:
-            facts.append(_well(server, results[server.name], found))
+            facts.append(_well(server, results[server.name], found, start_empty))
     return SyncCheck(tuple(facts), tuple(wrong))
 
 
@@ -108,12 +112,15 @@ def _told(report: SyncReport) -> str:
     )
 
 
-def _well(server: ServerEndpoint, result: ServerSync, found: Sums) -> str:
+def _well(server: ServerEndpoint, result: ServerSync, found: Sums, start_empty: bool) -> str:
     num_tensors = sum(len(rank) for rank in found)
     probe = "no log-probs were compared (weight_sync.probe_tokens = 0)"
     if result.probe_max_abs_logprob is not None:
         probe = f"log-probs within {result.probe_max_abs_logprob:.2g} nats of the learner's"
-    return (
-        f"{server.name}: all {num_tensors} tensors of {len(found)} rank(s) are what SGLang itself "
-        f"loads from actor.model; {probe}"
-    )
+    tensors = f"{server.name}: all {num_tensors} tensors of {len(found)} rank(s)"
+    if start_empty:
+        return (
+            f"{tensors} were proved by the sync alone: servers of float8 load nothing themselves; "
+            f"{probe}"
+        )
+    return f"{tensors} are what SGLang itself loads from actor.model; {probe}"

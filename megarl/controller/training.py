@@ -13,6 +13,7 @@ from pathlib import Path
 from megarl import run_paths
 from megarl.buffer.buffer import Buffer
 from megarl.config.schema import Config
+from megarl.config.served import served_block
 from megarl.controller import parity
 from megarl.controller.colocated import make_turn
 from megarl.controller.evaluation import Evaluation
@@ -111,7 +112,7 @@ async def begin(
         await restore(loop, saved)
     forget_from(loop, run_dir, start)
     await loop.turn.to("generating")
-    if gate and not saved:
+    if gate and not saved and served_block(config) is None:  # float8 servers start empty
         for server in servers.endpoints()[:1]:  # none where it died since it was up
             if not await control.has_start_weights(servers.http, server):
                 break  # it was there before this run, and another one has synced it

@@ -12,10 +12,13 @@ import signal
 from pathlib import Path
 
 from megarl import run_paths
+from megarl.actor.shape import read_shape
 from megarl.config.bounds import probe_bound
+from megarl.config.capability import SGLANG_VERSION, planned
 from megarl.config.explain import explain_run
 from megarl.config.record import environment_record
 from megarl.config.schema import Config
+from megarl.config.served import served_block
 from megarl.controller.sync_check import SyncCheck, check_checkable, check_sync
 from megarl.launch.folder import open_run_folder, write_environment
 from megarl.launch.run import EngineRun, logging_to
@@ -45,10 +48,20 @@ def explain_sync(config: Config) -> str:
     return (
         f"{explain_run(config, None, FABRICS[DEFAULT])}\n\n"
         f"mode      weight_sync.mode = {sync.mode}\n"
+        f"exact     {_can_write(config)}\n"
         f"pause     weight_sync.pause = {sync.pause}: {HELD[sync.pause]}\n"
         f"probe     {probe}\n"
         f"deadline  deadline.sync_s = {config.deadline.sync_s:g}\n"
     )
+
+
+def _can_write(config: Config) -> str:
+    """What is known of writing into such servers in place, and what a sync does then."""
+    if config.rollout.urls:
+        return "servers of rollout.urls say at start what they are"
+    device = "cpu" if config.launch.device == "cpu" else "cuda"
+    row = planned(config, read_shape(config.actor.model).architecture, device)
+    return f"{row.verdict} for SGLang {SGLANG_VERSION} on {device}: {row.why}"
 
 
 def run_check_sync(config: Config) -> tuple[int, str]:
@@ -61,9 +74,10 @@ def run_check_sync(config: Config) -> tuple[int, str]:
     run_dir = (Path(config.run.dir) / f"{config.run.name}{SUFFIX}").absolute()
     topology = make_topology(config, os.environ)
     found: list[SyncCheck] = []
+    start_empty = served_block(config) is not None
 
     async def work(learner: LearnerClient, servers: ServerPool) -> None:
-        found.append(await check_sync(learner, servers))
+        found.append(await check_sync(learner, servers, start_empty))
 
     try:
         with open_run_folder(config, run_dir) as folder:

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from megarl.config.bounds import probe_bound
 from megarl.config.layouts import learner_forms, learner_pipeline
+from megarl.config.served import served_block, served_dtype
 from megarl.config.server_arguments import server_mesh
+from megarl.float8 import BlockScaling
 from megarl.learner.addresses import listen_address
 from megarl.learner.shared_weights import run_id
 from megarl.nodes import node_name
@@ -48,13 +50,15 @@ def build_weight_sync(learner: Learner) -> ModalSync:
     """
     config, ranks = learner.config, learner.ranks
     on_cpu = ranks.device.type == "cpu"
+    block = served_block(config)
     source = SourceSpec(
         learner.shape,
         ranks.mesh,
         forms=learner_forms(config),
         pipeline=learner_pipeline(config, learner.shape),
+        float8=None if block is None else BlockScaling(*block),
     )
-    dtype, timeout = config.learner.precision.params, config.deadline.sync_s + STAGING_S
+    dtype, timeout = served_dtype(config), config.deadline.sync_s + STAGING_S
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     host, score = listen_address(), probe_of(learner)
     exact = WeightSync(

@@ -77,6 +77,23 @@ def quantized_source(
     return _with_scales(layout, wanted, before, block), _decisions(wanted, before)
 
 
+def quantized_whole(layout: Layout, table_fp8: BlockTable, block: ScaleBlock) -> Layout:
+    """The layout with all float8 weights of `table_fp8` as such: the learner's, when it syncs.
+
+    Raises LayoutError where a rank does not hold whole blocks of one: nobody else quantizes it.
+    """
+    quantized, decisions = quantized_source(layout, table_fp8, block)
+    split = sorted({kind for (_, kind), when in decisions.items() if when == "after"})
+    if split:
+        raise LayoutError(
+            f"learner ranks ({layout.kind}) do not hold whole blocks of {list(block)} of "
+            f"{', '.join(split)}, or of what lies in one tensor with them, and scales are of "
+            "whole blocks; use a learner.parallel.tp (or etp) that cuts them at multiples of "
+            f"{list(block)}"
+        )
+    return quantized
+
+
 _Key = tuple[str, str]  # kind of block, the weight's name in it
 _Wanted = Mapping[_Key, tuple[Parameter, Parameter]]  # the float8 weight and its scales
 

@@ -46,7 +46,7 @@ def sglang_layout(
     Layers of multi-token prediction are not in it: they are the draft model's. Raises LayoutError
     where SGLang cannot hold the model so.
     """
-    check_served(shape, mesh, has_scales=fp8_block is not None)
+    check_served(shape, mesh, fp8_block)
     table = block_table(replace(shape, num_mtp_layers=0), fp8_block)
     server = _Server(shape, mesh, fp8_block)
     kinds = {kind: i for i, kind in enumerate(table.kinds)}
@@ -82,7 +82,7 @@ def sglang_draft_layout(
     It runs on the last pipeline stage. Embedding and head are the served model's own, so they are
     not in it. Raises LayoutError where the policy has no such layer, or more than SGLang serves.
     """
-    check_served(shape, mesh, has_scales=fp8_block is not None)
+    check_served(shape, mesh, fp8_block)
     if shape.num_mtp_layers != NUM_DRAFT_LAYERS:
         raise LayoutError(
             f"the policy has {shape.num_mtp_layers} layers of multi-token prediction; SGLang's "

@@ -14,6 +14,7 @@ from megarl.actor.families import FAMILIES
 from megarl.actor.families.family import Axis
 from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
+from megarl.reshard.blocks import ScaleBlock
 from megarl.reshard.mesh import MAX_RANKS, ServerMesh
 from megarl.reshard.notation import elided
 
@@ -49,23 +50,44 @@ def _padded(size: int, unit: int) -> Fraction:
     return Fraction(-(-size // unit) * unit, size)
 
 
-def check_served(shape: ModelShape, mesh: ServerMesh, has_scales: bool = False) -> None:
-    """Raise LayoutError naming what keeps this server from holding the policy."""
+def check_served(shape: ModelShape, mesh: ServerMesh, fp8_block: ScaleBlock | None = None) -> None:
+    """Raise LayoutError naming what keeps this server from holding the policy.
+
+    With `fp8_block` its linear weights are float8 in blocks of so many rows and columns.
+    """
     _check_settings(shape, mesh)
-    if has_scales and mesh.up_first:
+    if fp8_block is not None and mesh.up_first:
         raise LayoutError(
             "up_first: SGLang's float8 experts in blocks always load [gate, up]; leave it out "
             "(rollout.engine_args.moe_runner_backend = flashinfer_cutlass means it)"
         )
-    if has_scales and mesh.cpu:
-        raise LayoutError(
-            "SGLang serves float8 in blocks on a CPU only with AMX, and packs it there; use a GPU, "
-            "or the policy's own precision"
-        )
+    if fp8_block is not None and mesh.cpu:
+        _check_unpadded(shape, mesh, fp8_block)
     fault = _fault(shape, mesh)
     if fault is None:
         return
     raise LayoutError(f"{fault}; {_remedy(shape, mesh)}")
+
+
+def _check_unpadded(shape: ModelShape, mesh: ServerMesh, block: ScaleBlock) -> None:
+    """Refuse float8 that SGLang pads on a CPU: its units there are whole blocks for each rank.
+
+    Source: get_moe_padding_size and get_num_heads_padding_size, configs/update_config.py.
+    """
+    kv = shape.num_heads if shape.mla is not None else shape.num_kv_heads
+    sizes = {"attention heads": (shape.num_heads, mesh.tp), "kv heads": (kv, mesh.tp)}
+    unit = block[0] * mesh.tp
+    if "dense" in shape.layer_kinds:
+        sizes["columns of down_proj"] = (shape.intermediate_size, unit)
+    if shape.moe is not None:
+        sizes["columns of an expert's down_proj"] = (shape.moe.expert_intermediate_size, unit)
+    for words, (size, multiple) in sizes.items():
+        if size % multiple:
+            raise LayoutError(
+                f"rollout.parallel.tp={mesh.tp}: SGLang pads {size} {words} to a multiple of "
+                f"{multiple} with float8 in blocks of {block[0]} on a CPU, which no layout says; "
+                "use a smaller tp, a smaller rollout.precision.fp8_block, or a GPU"
+            )
 
 
 def _remedy(shape: ModelShape, mesh: ServerMesh) -> str:

@@ -10,12 +10,13 @@ import os
 import sys
 from dataclasses import dataclass, field
 
+from megarl.config.capability import WEIGHT_LOADER
 from megarl.config.schema import Config
+from megarl.config.served import model_overrides, served_block, served_dtype
 from megarl.nodes import Device
 from megarl.rollout import engine_args
 
 MODULE = "megarl.compat.sglang_server"
-WEIGHT_LOADER = "megarl.weight_sync.receiver.load"
 # Read and removed from the environment by megarl.compat.sglang_server.
 API_KEY_VARIABLE = "MEGARL_ROLLOUT_API_KEY"
 ADMIN_KEY_VARIABLE = "MEGARL_ROLLOUT_ADMIN_KEY"
@@ -53,9 +54,10 @@ def server_command(config: Config, place: ServerPlace, device: Device) -> Server
     values: dict[str, object] = {
         "--model-path": config.actor.model,
         "--device": device,
-        "--dtype": DTYPES[config.learner.precision.params],
+        "--dtype": DTYPES[served_dtype(config)],
         "--tp-size": rollout.parallel.tp,
         **_more_parallel(config),
+        **_float8(config),
         "--host": place.host,
         "--port": place.port,
         "--random-seed": seed,
@@ -82,6 +84,17 @@ def server_command(config: Config, place: ServerPlace, device: Device) -> Server
         argv=(python, "-m", MODULE, *own, *switches, *engine_args.flags(rollout.engine_args)),
         env=_environment(config, place, device),
     )
+
+
+def _float8(config: Config) -> dict[str, object]:
+    """The flags of a server of float8: no weights until the first sync, which brings them.
+
+    actor.model has none in float8, and SGLang would cast its weights into float8 without scales.
+    """
+    block = served_block(config)
+    if block is None:
+        return {}
+    return {"--load-format": "dummy", "--json-model-override-args": model_overrides(block)}
 
 
 def _more_parallel(config: Config) -> dict[str, object]:

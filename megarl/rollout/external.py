@@ -18,6 +18,7 @@ import aiohttp
 
 from megarl.actor.shape import read_shape
 from megarl.config.schema import Config
+from megarl.config.served import served_block, served_dtype
 from megarl.errors import ModelError, RolloutError
 from megarl.rollout import control
 from megarl.rollout.command import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, DTYPES
@@ -124,18 +125,19 @@ def problems(config: Config, model: Mapping[str, Any], facts: Mapping[str, Any])
         except ModelError as error:
             found.append(f"serves a model that cannot be read here: {error}")
         else:
-            if other != shape:
+            if other not in (shape, replace(shape, fp8_block=served_block(config))):
                 found.append(
                     f"serves {folder}, which is of another shape than actor.model = "
                     f"{config.actor.model}; start it with that"
                 )
-    parallel, dtype = config.rollout.parallel, DTYPES[config.learner.precision.params]
-    copies = parallel.attention_dp
+    parallel, dtype = config.rollout.parallel, DTYPES[served_dtype(config)]
+    copies, block = parallel.attention_dp, served_block(config)
+    setting = "learner.precision.params" if block is None else "rollout.precision.weights"
     arguments = (
         ("tp_size", "rollout.parallel.tp", parallel.tp, (parallel.tp,)),
         ("ep_size", "rollout.parallel.ep", parallel.ep, (parallel.ep,)),
         ("attn_dp_size", "rollout.parallel.attention_dp", copies, (copies,)),
-        ("dtype", "learner.precision.params", config.learner.precision.params, (dtype, "auto")),
+        ("dtype", setting, served_dtype(config), (dtype, "auto")),
     )
     for argument, setting, value, wanted in arguments:
         if facts.get(argument) not in wanted:

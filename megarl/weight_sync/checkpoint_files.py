@@ -23,10 +23,12 @@ import torch.distributed as dist
 
 from megarl.actor.parameters import BlockTable, block_table
 from megarl.actor.shape import ModelShape
+from megarl.config.served import quantization_config
 from megarl.errors import WeightSyncError, in_words
 from megarl.reshard import execute
+from megarl.reshard.blocks import ScaleBlock
 from megarl.reshard.explicit import explicit_layout
-from megarl.reshard.files import INDEX, SINGLE
+from megarl.reshard.files import FLOAT8, INDEX, SINGLE
 from megarl.reshard.layout import Box, Layout, LocalTensor, Piece, RankLayout, local_box, whole
 from megarl.reshard.store import cached_plan
 from megarl.weight_sync.formats import WireFormat, wire_format
@@ -36,7 +38,7 @@ from megarl.weight_sync.together import from_all
 
 SHARD_BYTES = 5_000_000_000  # of one file, as Hugging Face's save_pretrained has it
 COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of the model's folder, but the index
-STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16"}
+STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: FLOAT8}
 _WRITING = ".writing"  # behind a folder's name until it is whole
 
 
@@ -53,8 +55,9 @@ class ShardFile:
 class CheckpointWriter:
     """One learner rank's part in writing the policy as a checkpoint, again and again.
 
-    `layout` is the learner's, `parameters` this rank's live tensors by its local names; `model` is
-    the folder whose config and tokenizer files are copied. All ranks reach the same `folder`s.
+    `layout` is what the learner sends, `parameters` this rank's live tensors by its local names;
+    `model` is the folder whose config and tokenizer files are copied. With `fp8_block` the
+    checkpoint has float8 weights and scales, as `layout` has. All ranks reach the same `folder`s.
     """
 
     def __init__(
@@ -67,10 +70,12 @@ class CheckpointWriter:
         model: Path,
         group: dist.ProcessGroup | None = None,
         shard_bytes: int = SHARD_BYTES,
+        fp8_block: ScaleBlock | None = None,
     ) -> None:
         self._rank, self._parameters, self._group, self._model = rank, parameters, group, model
         self._wire, self._num_mtp_layers = wire_format(dtype, layout), shape.num_mtp_layers
-        table = block_table(shape)
+        self._fp8_block = fp8_block
+        table = block_table(shape, fp8_block)
         self._tensors = _stored_tensors(table, self._wire)
         parts = _shards(self._tensors, shard_bytes)
         self.files = tuple(
@@ -125,7 +130,9 @@ class CheckpointWriter:
             if path.is_file() and path.suffix in COPIED and path.name != INDEX:
                 shutil.copyfile(path, part / path.name)
         config = json.loads((self._model / "config.json").read_text(encoding="utf-8"))
-        config.pop("quantization_config", None)  # the policy is not quantized
+        config.pop("quantization_config", None)  # the policy is not quantized, but for servers
+        if self._fp8_block is not None:
+            config["quantization_config"] = quantization_config(self._fp8_block)
         if "num_nextn_predict_layers" in config:
             config["num_nextn_predict_layers"] = self._num_mtp_layers
         for name in ("dtype", "torch_dtype"):

@@ -18,7 +18,7 @@ import torch
 
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape
-from megarl.errors import LayoutError, WeightSyncError
+from megarl.errors import WeightSyncError
 from megarl.float8 import BlockScaling
 from megarl.reshard.arena import Slot
 from megarl.reshard.layout import Layout
@@ -26,7 +26,7 @@ from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.pipeline import Chunk, Pipeline
 from megarl.reshard.placement import Device
-from megarl.reshard.precision import quantized_source
+from megarl.reshard.precision import quantized_whole
 from megarl.reshard.sglang import sglang_layout
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.shared import ArenaRef
@@ -60,16 +60,7 @@ class SourceSpec:
         block = self.fp8_block
         if block is None:
             return held
-        quantized, decisions = quantized_source(held, block_table(self.shape, block), block)
-        split = sorted({kind for (_, kind), when in decisions.items() if when == "after"})
-        if split:
-            raise LayoutError(
-                f"learner ranks ({self.mesh}) do not hold whole blocks of {list(block)} of "
-                f"{', '.join(split)}, or of what lies in one tensor with them, and scales are of "
-                "whole blocks; use a learner.parallel.tp (or etp) that cuts them at multiples of "
-                f"{list(block)}"
-            )
-        return quantized
+        return quantized_whole(held, block_table(self.shape, block), block)
 
     def server_layout(self, mesh: ServerMesh) -> Layout:
         """What the ranks of a server hold. Raises LayoutError where there is no such server."""

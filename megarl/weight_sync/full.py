@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.actor.families import FAMILIES
-from megarl.actor.parameters import BlockTable, Parameter, block_table
+from megarl.actor.parameters import SCALE_SUFFIX, BlockTable, Parameter, block_table
 from megarl.actor.shape import ModelShape
 from megarl.errors import WeightSyncError, in_words
 from megarl.reshard import execute
+from megarl.reshard.blocks import ScaleBlock
 from megarl.reshard.explicit import explicit_layout
 from megarl.reshard.layout import Layout, LocalTensor, Piece, RankLayout, num_elements, whole
 from megarl.reshard.placement import Device, Placement
@@ -74,8 +75,9 @@ class FullBucket:
 class FullPolicy:
     """One learner rank's part in bringing the policy to rank 0, again and again.
 
-    `layout` is the learner's, `parameters` this rank's live tensors by its local names. Tensors are
-    of `dtype` ("fp32" or "bf16"), but those that a checkpoint keeps in float32. `group` is a Gloo
+    `layout` is what the learner sends, `parameters` this rank's live tensors by its local names.
+    Tensors are of `dtype` ("fp32" or "bf16"), but those that a checkpoint keeps in float32, and
+    what `layout` has as float8 in blocks of `fp8_block`, beside its scales. `group` is a Gloo
     group of all learner ranks in their order; None for one rank alone. `devices` say where the
     ranks are. A tensor larger than `bucket_bytes` is a bucket of its own. MTP layers, which only a
     draft model has, are not among the tensors.
@@ -92,9 +94,10 @@ class FullPolicy:
         group: dist.ProcessGroup | None = None,
         devices: Sequence[Device] = (),
         bucket_bytes: int = 64 << 20,
+        fp8_block: ScaleBlock | None = None,
     ) -> None:
         served = replace(shape, num_mtp_layers=0)
-        table, wire = block_table(served), wire_format(dtype, layout)
+        table, wire = block_table(served, fp8_block), wire_format(dtype, layout)
         self._rank, self._parameters, self._group = rank, parameters, group
         self.buckets = cut_buckets(served, table, wire, bucket_bytes)
         where = Placement(dict(enumerate(devices)), {0: devices[0]}) if devices else None
@@ -278,7 +281,8 @@ def _fused_sets(
         for number, name in enumerate(parameter.stored_names()):
             expert = number if parameter.stacked else -1
             tensor = FullTensor(name, stored_shape(parameter), own)
-            sets.setdefault((leader.get(kind, kind), expert), []).append(tensor)
+            fused = kind.removesuffix(SCALE_SUFFIX)  # scales go where their weights go
+            sets.setdefault((leader.get(fused, fused), expert), []).append(tensor)
     return list(sets.values())
 
 

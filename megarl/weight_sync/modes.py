@@ -18,20 +18,29 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megarl.errors import NoAnswerError, in_words
-from megarl.reshard.layout import Layout
-from megarl.types import ServerEndpoint, ServerSync, SyncReport, SyncTimes, is_loopback
-from megarl.weight_sync import capability
-from megarl.weight_sync.capability import ServerFacts
+from megarl.config import capability
+from megarl.config.capability import ServerFacts
+from megarl.config.served import model_overrides
+from megarl.errors import NoAnswerError, WeightSyncError, in_words
+from megarl.reshard.blocks import ScaleBlock
+from megarl.types import (
+    QuantizationError,
+    ServerEndpoint,
+    ServerSync,
+    SyncReport,
+    SyncTimes,
+    is_loopback,
+)
 from megarl.weight_sync.checkpoint_files import CheckpointWriter
 from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.disk import DiskSync
 from megarl.weight_sync.full import FullPolicy
 from megarl.weight_sync.probe import Probe
+from megarl.weight_sync.quantized import by_layer, tell
 from megarl.weight_sync.server_calls import PauseMode, ServerCalls
 from megarl.weight_sync.session import WeightSync
 from megarl.weight_sync.stock import StockServer, StockSync, choose_via
-from megarl.weight_sync.together import from_first
+from megarl.weight_sync.together import from_all, from_first
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +81,12 @@ def decide(
     architecture: str,
     host: str,
     can_probe: bool = True,
+    fp8_block: ScaleBlock | None = None,
 ) -> Decision:
     """The mode of a server that says these facts, for a learner that listens on `host`.
 
-    Without a log-prob probe nothing shows what SGLang's own calls have loaded.
+    Without a log-prob probe nothing shows what SGLang's own calls have loaded. `fp8_block` is of
+    the float8 weights that the learner sends, None where it sends none.
     """
     on_gpu = facts.device == "cuda"
 
@@ -85,6 +96,9 @@ def decide(
     if facts.tp != server.tp:
         return refused("hf", f"it has tp={facts.tp}, rollout.parallel.tp is {server.tp}")
     row = capability.can_write(facts, architecture)
+    other = _other_weights(facts, fp8_block)
+    if other:
+        return refused("hf", f"{other} (exact is {row.verdict}: {row.why})")
     if row.verdict == "proved" and is_loopback(f"//{host}") and not is_loopback(server.url):
         where = f"the learner listens on {host}, which {server.url} cannot reach"
         row = replace(row, verdict="refused", why=where)
@@ -96,21 +110,13 @@ def decide(
         return Decision("exact", f"proved: {row.why}")
     why = f"exact is {row.verdict}: {row.why}" if setting == "auto" else "weight_sync.mode"
     mode: Mode = "disk" if setting == "disk" else "hf"
-    is_quantized = facts.quantization != capability.UNQUANTIZED
-    if setting == "auto" and row.verdict == "unproved" and (is_quantized or not can_probe):
-        because = "its weights are quantized" if is_quantized else "there is no probe"
-        return Decision("exact", f"{why}; hf cannot be, as {because}; checksums must show it")
+    if setting == "auto" and row.verdict == "unproved" and not can_probe:
+        return Decision("exact", f"{why}; hf cannot be without a probe; checksums must show it")
     if not can_probe:
         return refused(
             mode,
             f"{mode} needs a log-prob probe, as SGLang says nothing of what it loaded; set "
             f"weight_sync.probe_tokens above 0, and placement.mode = disaggregated ({why})",
-        )
-    if is_quantized:
-        return refused(
-            mode,
-            f"its weights are {facts.quantization}, and SGLang would load those of the policy, "
-            f"which are not, as if they were; exact is {row.verdict}: {row.why}",
         )
     if facts.copies > 1 or facts.pp > 1:
         return refused(
@@ -121,6 +127,26 @@ def decide(
     if mode == "disk" and facts.has_draft:
         return refused(mode, "SGLang would load the policy into its draft model too; use hf")
     return Decision(mode, why, on_gpu=on_gpu)
+
+
+def _other_weights(facts: ServerFacts, fp8_block: ScaleBlock | None) -> str:
+    """What is wrong where a server's weights are not of the kind that the learner sends."""
+    if facts.fp8_block == fp8_block and (fp8_block or facts.quantization == capability.UNQUANTIZED):
+        return ""
+    words = facts.quantization
+    if facts.fp8_block is not None:
+        words += f" in blocks of {facts.fp8_block[0]} x {facts.fp8_block[1]}"
+    if fp8_block is None:
+        return (
+            f"its weights are {words}, and SGLang would load those of the policy, which are not, "
+            "as if they were; start it without quantization, or use rollout.precision.weights = "
+            "fp8 where they are float8 in square blocks"
+        )
+    return (
+        f"its weights are {words}, and rollout.precision has float8 in blocks of {fp8_block[0]} x "
+        f"{fp8_block[1]}; start it with --load-format dummy --json-model-override-args "
+        f"'{model_overrides(fp8_block)}'"
+    )
 
 
 class ModalSync:
@@ -166,6 +192,8 @@ class ModalSync:
         wanted = {decision.mode for decision in decisions if not decision.error}
         if "exact" in wanted or not decisions:
             reports.append(self._exact.publish(version, _of(mine, "exact"), until))
+        stages = wanted & {"hf", "disk"}
+        lost = self._prepared() if stages else {}
         if "hf" in wanted:
             stock = [
                 self._stock_server(server, decision)
@@ -176,6 +204,11 @@ class ModalSync:
         if "disk" in wanted:
             disk = _of(mine, "disk")
             reports.append(self._from_disk().publish(version, disk, until, self._score))
+        if stages:
+            self._exact.sender.withdraw()
+            reports.append(
+                SyncReport(version, (), 0, 0, 0.0, quantization=QuantizationError.of(lost))
+            )
         report = merged(version, servers, reports) if self._rank == 0 else reports[0]
         return replace(from_first(self._group, report), took_s=time.monotonic() - start)
 
@@ -221,8 +254,8 @@ class ModalSync:
     def _decide(self, server: ServerEndpoint, facts: ServerFacts) -> Decision:
         settings = self._settings
         architecture = self._source.shape.architecture
-        can_probe = self._score is not None
-        decision = decide(settings.mode, server, facts, architecture, self._host, can_probe)
+        can_probe, block = self._score is not None, self._source.fp8_block
+        decision = decide(settings.mode, server, facts, architecture, self._host, can_probe, block)
         if self._said.get(server.name) != (server.incarnation, decision):
             self._said[server.name] = (server.incarnation, decision)
             log.info(
@@ -242,10 +275,26 @@ class ModalSync:
     def _on_gpu(self) -> bool:
         return self._device.type == "cuda"
 
-    @property
-    def _layout(self) -> Layout:
-        """What the ranks hold, not quantized for any server."""
-        return replace(self._source, float8=None).layout()
+    def _prepared(self) -> dict[str, float]:
+        """Quantize what travels as float8, on all ranks; what that loses, by layer.
+
+        Raises WeightSyncError, on every rank, where one of them cannot.
+        """
+        if self._source.float8 is None:
+            return {}
+        sender, error = self._exact.sender, ""
+        try:
+            sender.prepare()
+        except WeightSyncError as caught:
+            error = str(caught)
+        parts = from_all(self._group, (error, sender.quantization_errors))
+        errors = [text for text, _ in parts if text]
+        if errors:
+            raise WeightSyncError("the policy was not quantized: " + "; ".join(errors))
+        layers = by_layer(lost for _, lost in parts)
+        if self._rank == 0:
+            tell(layers)
+        return layers
 
     @property
     def _device(self) -> torch.device:
@@ -256,13 +305,14 @@ class ModalSync:
             settings, exact = self._settings, self._exact
             policy = FullPolicy(
                 self._source.shape,
-                self._layout,
+                exact.sender.layout,
                 self._rank,
-                self._parameters,
+                exact.sender.sent,
                 self._dtype,
                 group=self._group,
                 devices=exact.devices,
                 bucket_bytes=settings.bucket_bytes,
+                fp8_block=self._source.fp8_block,
             )
             self._stock = StockSync(
                 policy, self._rank, self._group, self._host, self._device, settings.pause
@@ -271,15 +321,16 @@ class ModalSync:
 
     def _from_disk(self) -> DiskSync:
         if self._disk is None:
-            settings = self._settings
+            settings, sender = self._settings, self._exact.sender
             writer = CheckpointWriter(
                 self._source.shape,
-                self._layout,
+                sender.layout,
                 self._rank,
-                self._parameters,
+                sender.sent,
                 self._dtype,
                 settings.model,
                 self._group,
+                fp8_block=self._source.fp8_block,
             )
             self._disk = DiskSync(writer, settings.disk, self._rank, self._group, settings.pause)
         return self._disk
@@ -320,6 +371,8 @@ def merged(
         minimum_bytes=sum(report.minimum_bytes for report in reports),
         took_s=0.0,
         network_bytes=sum(report.network_bytes for report in reports),
-        quantization_error=max(report.quantization_error for report in reports),
+        quantization=max(
+            (report.quantization for report in reports), key=lambda lost: lost.largest
+        ),
         times=functools.reduce(SyncTimes.plus, (report.times for report in reports)),
     )

@@ -6,8 +6,10 @@ rank holds whole blocks of them, is the layout's; the rule is `megarl.float8`'s.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +20,8 @@ from megarl.errors import WeightSyncError
 from megarl.float8 import BlockScaling, dequantize, quantize
 from megarl.reshard.execute import held
 from megarl.reshard.layout import Box, Piece, RankLayout, offset_in, overlap
+
+log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
@@ -51,6 +55,8 @@ class QuantizedWeights:
         self._shapes = {tensor.name: tensor.shape for tensor in mine.tensors}
         self._quantized = {part.local for blocks in self._blocks for part in blocks.parts}
         self._copies: dict[str, torch.Tensor] = {}
+        self.sent: Mapping[str, torch.Tensor] = ChainMap(self._copies, parameters)  # type: ignore[arg-type]
+        """All tensors that travel, by local name, after a `refresh`."""
         self._squares = torch.empty(0, 2)
 
     @property
@@ -58,14 +64,14 @@ class QuantizedWeights:
         """Local tensors of the layout that are no parameters: the scales."""
         return frozenset(blocks.scales.local for blocks in self._blocks)
 
-    def refresh(self) -> Mapping[str, torch.Tensor]:
-        """Quantize the weights as they are now; all tensors that travel, by local name.
+    def refresh(self) -> None:
+        """Quantize the weights as they are now.
 
         Copies are made once and written again. Raises FloatingPointError, naming the weight, where
         a number is not finite.
         """
         if not self._copies:
-            self._copies = self._empty()
+            self._copies.update(self._empty())
         squares = []
         for blocks in self._blocks:
             weight = self._gathered(blocks)
@@ -79,11 +85,10 @@ class QuantizedWeights:
                 held(part, self._copies)[...] = float8[_inside(part.box, blocks.box)]
             squares.append(_squares(weight, float8, scales, self._scaling))
         self._squares = torch.stack(squares).cpu() if squares else torch.empty(0, 2)
-        return {**self._parameters, **self._copies}
 
     def drop(self) -> None:
         """Let go of the copies; the next `refresh` makes them anew."""
-        self._copies = {}
+        self._copies.clear()
 
     @property
     def errors(self) -> dict[str, tuple[float, float]]:
@@ -180,6 +185,12 @@ def by_layer(errors: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, f
     return {
         layer: math.sqrt(error / whole) if whole else 0.0 for layer, (error, whole) in sums.items()
     }
+
+
+def tell(layers: Mapping[str, float]) -> None:
+    """One line of the log for each layer's relative error."""
+    for layer, error in layers.items():
+        log.info("weights quantized layer=%s relative_error=%.2e", layer, error)
 
 
 def _shape(box: Box) -> tuple[int, ...]:

@@ -92,7 +92,8 @@ class Sender:
         self._peers: dict[str, Peers] = {}
         self._quantized = self._quantizer()
         self._check()
-        self._sent = self._parameters
+        self.sent = self._parameters if self._quantized is None else self._quantized.sent
+        """What travels, by local name: between `prepare` and `withdraw`."""
 
     def _quantizer(self) -> QuantizedWeights | None:
         if self._source.float8 is None:
@@ -109,7 +110,7 @@ class Sender:
         if self._quantized is None:
             return
         try:
-            self._sent = self._quantized.refresh()
+            self._quantized.refresh()
         except FloatingPointError as error:
             raise WeightSyncError(
                 f"learner rank {self._rank}: {error}; nothing was sent"
@@ -163,14 +164,14 @@ class Sender:
         """
         self._check_finite()
         sums: dict[str, int] = {}
-        parts = self._sums.of(self._share, self._sent, self._box)
+        parts = self._sums.of(self._share, self.sent, self._box)
         for piece, part in zip(self._share, parts, strict=True):
             sums[piece.tensor] = add([sums.get(piece.tensor, 0), part])
         return sums
 
     def _box(self, piece: Piece) -> BoxValues:
         """What one piece is, in the type in which it travels."""
-        values = held(piece, self._sent).detach().to(self.wire.of(piece.tensor))
+        values = held(piece, self.sent).detach().to(self.wire.of(piece.tensor))
         return BoxValues(values, piece.tensor, self._shapes[piece.tensor], piece.box)
 
     def _check_finite(self) -> None:
@@ -179,8 +180,8 @@ class Sender:
         float8 was seen to be finite when it was made.
         """
         known = {piece.local: piece.tensor for piece in self._share}
-        names = [name for name in known if self._sent[name].element_size() > 1]
-        ends = [torch.stack(torch.aminmax(self._sent[name].detach())) for name in names]
+        names = [name for name in known if self.sent[name].element_size() > 1]
+        ends = [torch.stack(torch.aminmax(self.sent[name].detach())) for name in names]
         sent = [end.to(self.wire.of(known[n])).float() for n, end in zip(names, ends, strict=True)]
         finite = torch.stack(sent).isfinite().all(dim=1).tolist() if sent else []
         wrong = {name for name, is_finite in zip(names, finite, strict=True) if not is_finite}
@@ -211,7 +212,7 @@ class Sender:
         arena.stamp("")  # nobody takes it for whole while it is written
         for name, slot in route.slots.items():
             if arena.stages(slot.offset):
-                staged(arena, slot, self.wire).copy_(self._sent[name].detach())
+                staged(arena, slot, self.wire).copy_(self.sent[name].detach())
         arena.stamp(stamp)
         return arena.ref
 
@@ -245,7 +246,7 @@ class Sender:
         """By their places in an arena: parameters as they travel, and the bytes of the others."""
         live, others = dict[int, torch.Tensor](), dict[int, int]()
         for name, slot in route.slots.items():
-            tensor, dtype = self._sent[name], self.wire.of_precision(slot.precision)
+            tensor, dtype = self.sent[name], self.wire.of_precision(slot.precision)
             if tensor.dtype == dtype:
                 live[slot.offset] = tensor
             else:
@@ -262,7 +263,6 @@ class Sender:
                 arena.stamp("")  # whoever still reads sees that it reads too late
         if self._policy != "kept" and self._quantized is not None:
             self._quantized.drop()
-            self._sent = self._parameters
             self._sums = LiveSums()  # what it keeps are views of the copies
 
     def sends_to(self, kind: ServerKind) -> bool:
@@ -277,7 +277,7 @@ class Sender:
         """
         route, peers = self.route(kind), self.peers(server)
         peers.join(call, until)
-        peers.run(call, packing.outgoing(route.parcels, self._sent, self.wire), until)
+        peers.run(call, packing.outgoing(route.parcels, self.sent, self.wire), until)
         return sum(parcel.num_bytes for parcel in route.parcels)
 
     def peers(self, server: str) -> Peers:

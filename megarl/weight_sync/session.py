@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megarl.errors import MegarlError, WeightSyncError, in_words
 from megarl.reshard.mesh import ServerMesh
 from megarl.reshard.plan import minimum_bytes
-from megarl.types import ServerEndpoint, SyncReport, SyncTimes
+from megarl.types import QuantizationError, ServerEndpoint, SyncReport, SyncTimes
 from megarl.weight_sync.acks import Ack, AckBoard
 from megarl.weight_sync.control import (
     ControlMessage,
@@ -41,7 +41,7 @@ from megarl.weight_sync.parcels import learner_member, senders
 from megarl.weight_sync.pending import Pending
 from megarl.weight_sync.places import Place, ServerKind, learner_devices, server_devices
 from megarl.weight_sync.probe import PendingProbe, Probe
-from megarl.weight_sync.quantized import by_layer
+from megarl.weight_sync.quantized import by_layer, tell
 from megarl.weight_sync.sender import Sender
 from megarl.weight_sync.server_calls import PauseMode
 from megarl.weight_sync.together import from_all, from_first, settle_probe, settle_sums
@@ -363,8 +363,7 @@ class WeightSync:
         width = self.sender.wire.policy.itemsize
         routes = [self.sender.route(target.kind) for target in order.targets]
         lost = by_layer(part.lost for part in driving.staged)
-        for layer, error in lost.items():
-            log.info("weights quantized layer=%s relative_error=%.2e", layer, error)
+        tell(lost)
         return SyncReport(
             order.version,
             tuple(outcome.result for outcome in found),
@@ -372,7 +371,7 @@ class WeightSync:
             sum(minimum_bytes(route.destination, width) for route in routes),
             0.0,
             sum(outcome.network_bytes for outcome in found),
-            max(lost.values(), default=0.0),
+            QuantizationError.of(lost),
             SyncTimes(
                 max(part.took_s for part in driving.staged),
                 driving.sums.wait(0.0).took_s if order.targets else 0.0,

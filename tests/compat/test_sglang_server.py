@@ -15,6 +15,7 @@ from megarl.compat import (
     sglang_cpu,
     sglang_deepseek_config,
     sglang_expert_parallel,
+    sglang_float8,
     sglang_fork,
     sglang_latent_attention,
 )
@@ -80,7 +81,9 @@ def test_cures_of_model_families_wait_in_cpu_servers_only() -> None:
         sglang_fork,
         sglang_latent_attention,
     )
-    assert sorted(waiting("cpu")) == sorted(cure.MODULE for cure in cures)
+    modules = [cure.MODULE for cure in cures]
+    modules += [sglang_float8.QUANTIZATION, sglang_float8.LATENT]
+    assert sorted(waiting("cpu")) == sorted(modules)
     assert waiting("cuda") == []
 
 

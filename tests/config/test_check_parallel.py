@@ -20,7 +20,6 @@ from tests.reshard.models import tiny_shape
         ("learner.parallel.vpp", "2"),
         ("learner.parallel.cp", "2"),
         ("rollout.parallel.pp", "2"),
-        ("rollout.precision.weights", "fp8"),
     ],
 )
 def test_run_refuses_what_is_only_planned(place, name: str, value: str) -> None:

@@ -55,9 +55,10 @@ class Site:
 PROVED = ServerSync("server-0", 0, True, probe_max_abs_logprob=2e-6)
 
 
-def checked(site: Site, monkeypatch: pytest.MonkeyPatch) -> SyncCheck:
+def checked(site: Site, monkeypatch: pytest.MonkeyPatch, start_empty: bool = False) -> SyncCheck:
     monkeypatch.setattr(sync_check, "control", site)
-    return asyncio.run(check_sync(cast(LearnerClient, site), cast(ServerPool, site)))
+    learner, servers = cast(LearnerClient, site), cast(ServerPool, site)
+    return asyncio.run(check_sync(learner, servers, start_empty))
 
 
 def test_sync_that_restores_what_was_loaded_is_as_it_should_be(
@@ -86,6 +87,17 @@ def test_refused_sync_is_told_with_its_reason_and_what_is_still_spoilt(
     check = checked(Site([LOADED[0], {"q": "3", "k": "x"}], refused), monkeypatch)
     assert check.wrong[0] == "server-0: checksums differ: k of rank 1"
     assert check.wrong[1].endswith("SGLang itself loads from actor.model: k")
+
+
+def test_servers_that_start_empty_are_compared_with_nothing_and_that_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = [{"q": "7", "k": "8"}, {"q": "9", "k": "10"}]
+    check = checked(Site(other, PROVED), monkeypatch, start_empty=True)
+    assert check.wrong == ()
+    assert "proved by the sync alone" in check.facts[1] and "2e-06 nats" in check.facts[1]
+    refused = ServerSync("server-0", 0, False, "server-0: checksums differ: k of rank 1")
+    assert checked(Site(other, refused), monkeypatch, start_empty=True).wrong == (refused.error,)
 
 
 def test_server_that_cannot_be_spoiled_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

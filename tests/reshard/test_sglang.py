@@ -101,10 +101,27 @@ def test_block_that_two_shards_would_share_is_refused_with_its_arithmetic() -> N
     assert "multiple of 128 rows" in str(caught.value)
 
 
-@pytest.mark.parametrize("settings", [{"cpu": True}, {"up_first": True}])
-def test_float8_is_refused_where_sglang_would_change_its_layout(settings: dict[str, bool]) -> None:
+def test_float8_is_refused_where_sglang_would_change_its_layout() -> None:
     with pytest.raises(LayoutError, match="float8"):
-        sglang_layout(tiny_shape(), ServerMesh(**settings), (4, 4))
+        sglang_layout(tiny_shape(), ServerMesh(up_first=True), (4, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"intermediate_size": 36}, "36 columns of down_proj to a multiple of 8"),
+        ({"num_kv_heads": 1}, "1 kv heads to a multiple of 2"),
+    ],
+)
+def test_float8_is_refused_where_a_cpu_server_would_pad_it(
+    changes: dict[str, int], words: str
+) -> None:
+    shape = tiny_shape(**changes)
+    with pytest.raises(LayoutError, match=f"SGLang pads {words} with float8"):
+        sglang_layout(shape, ServerMesh(2, cpu=True), (4, 4))
+    whole = tiny_shape(intermediate_size=32)
+    on_gpu, on_cpu = (sglang_layout(whole, ServerMesh(2, cpu=cpu), (4, 4)) for cpu in (False, True))
+    assert on_gpu.ranks == on_cpu.ranks  # nothing is padded, so that both hold the same
 
 
 def test_largest_servers_are_laid_out_within_a_second() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import aiohttp
 
@@ -109,3 +110,14 @@ def test_key_that_begins_with_a_dash_is_read_as_a_key() -> None:
     parser.add_argument("--api-key")
     parser.add_argument("--admin-api-key")
     assert vars(parser.parse_args(flags)) == {"api_key": "-dash", "admin_api_key": "--dash"}
+
+
+def test_server_of_float8_starts_without_weights_and_is_told_of_its_blocks() -> None:
+    fp8 = {"precision": {"weights": "fp8"}}
+    for device in ("cpu", "cuda"):
+        argv = made(device, rollout=fp8).argv  # type: ignore[arg-type]
+        assert value(argv, "--load-format") == "dummy"
+        assert value(argv, "--dtype") == "bfloat16"  # the learner's is fp32 here
+        overrides = json.loads(value(argv, "--json-model-override-args"))
+        assert overrides["quantization_config"]["weight_block_size"] == [128, 128]
+    assert not {"--load-format", "--json-model-override-args"} & set(made("cpu").argv)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megarl.actor.parameters import parameter_table
 from megarl.actor.shape import ModelShape
+from megarl.float8 import BlockScaling
 from megarl.reshard.mesh import LearnerMesh
 from megarl.reshard.placement import Device
 from megarl.types import ServerEndpoint, SyncReport
@@ -52,6 +53,7 @@ class Policy:
     mesh: LearnerMesh
     seed: int
     dtype: str = "fp32"
+    float8: BlockScaling | None = None
 
 
 def stored(shape: ModelShape, seed: int, dtype: str) -> dict[str, torch.Tensor]:
@@ -170,7 +172,7 @@ def _publish(
     if _LIVE.get("settings") != settings:
         _close(rank, policy)
         _LIVE["settings"] = settings
-        source = SourceSpec(policy.shape, policy.mesh)
+        source = SourceSpec(policy.shape, policy.mesh, float8=policy.float8)
         exact = WeightSync(
             f"modes{os.getppid()}_{version}", source, rank, parameters, policy.dtype,
             group=dist.group.WORLD, cpu_servers=True, deadline_s=settings.deadline_s,

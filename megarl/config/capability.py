@@ -8,21 +8,37 @@ nobody. What SGLang does is from reading 0.5.23: layers/quantization, layers/moe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from megarl.actor.families import FAMILIES
+from megarl.config.schema import Config
+from megarl.config.served import block_of, overridden_block, served_block
 from megarl.config.server_arguments import LAYOUT_UNKNOWN
+from megarl.config.violation import Violation
 from megarl.errors import WeightSyncError
-from megarl.weight_sync.control import LOAD_FORMAT
+from megarl.reshard.blocks import ScaleBlock
 
+PROVED_IN_FLOAT8 = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+)
 Verdict = Literal["proved", "refused", "unproved"]
 
+SGLANG_VERSION = "0.5.23"  # the one that megarl is written for
+WEIGHT_LOADER = "megarl.weight_sync.receiver.load"
+"""The value of SGLang's --custom-weight-loader."""
 UNQUANTIZED = "none"  # SGLang says null, or "unquant"
 _PUBLISH = "tests/weight_sync/test_publish.py"
 _FAMILIES = "tests/weight_sync/test_families.py"
 _MODES = "tests/weight_sync/test_modes.py"
+FLOAT8 = "fp8"
+_FLOAT8 = "tests/weight_sync/test_float8_servers.py"
 _WITH_EXPERTS = tuple(name for name, family in FAMILIES.items() if family.experts != "none")
 
 
@@ -153,7 +169,7 @@ ROWS: tuple[Row, ...] = (
         "checksums of every parameter and log-probs after it, with real servers",
         devices=("cpu",),
         quantizations=(UNQUANTIZED,),
-        sglang_versions=("0.5.23",),
+        sglang_versions=(SGLANG_VERSION,),
         architectures=("Qwen3ForCausalLM",),
         shown_by=(
             f"{_PUBLISH}::test_two_publishes_in_a_row_arrive_bit_by_bit_and_are_served",
@@ -165,7 +181,7 @@ ROWS: tuple[Row, ...] = (
         "checksums of every parameter and log-probs after it, with real servers of TP2",
         devices=("cpu",),
         quantizations=(UNQUANTIZED,),
-        sglang_versions=("0.5.23",),
+        sglang_versions=(SGLANG_VERSION,),
         architectures=("Qwen2ForCausalLM", "LlamaForCausalLM"),
         shown_by=(f"{_MODES}::test_hf_and_disk_leave_in_a_tp2_server_what_exact_leaves",),
     ),
@@ -176,11 +192,30 @@ ROWS: tuple[Row, ...] = (
         devices=("cpu",),
         quantizations=(UNQUANTIZED,),
         moe_backends=("auto",),
-        sglang_versions=("0.5.23",),
+        sglang_versions=(SGLANG_VERSION,),
         architectures=("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
         shown_by=(
             f"{_FAMILIES}::test_two_syncs_in_a_row_are_served_as_hugging_face_computes_them",
         ),
+    ),
+    Row(
+        "proved",
+        "checksums of every weight and scale and log-probs after it, with real servers",
+        devices=("cpu",),
+        quantizations=(FLOAT8,),
+        moe_backends=("auto",),
+        sglang_versions=(SGLANG_VERSION,),
+        architectures=PROVED_IN_FLOAT8,
+        shown_by=(
+            f"{_FLOAT8}::test_float8_servers_hold_and_serve_what_an_independent_quantizer_makes",
+        ),
+    ),
+    Row(
+        "unproved",
+        "no GPU has run float8 in blocks. As SGLang is written, GPUs before Blackwell keep weights "
+        "and scales as they are loaded; Blackwell's DeepGEMM kernels pack them anew after loading",
+        devices=("cuda",),
+        quantizations=(FLOAT8,),
     ),
 )
 """The first row that covers a server is its verdict."""
@@ -190,7 +225,8 @@ ROWS: tuple[Row, ...] = (
 class ServerFacts:
     """What a server says of itself. `copies` counts its data-parallel replicas.
 
-    `unknown` are arguments with which nobody here knows what its ranks hold.
+    `unknown` are arguments with which nobody here knows what its ranks hold; `fp8_block` is of
+    weights in float8 in square blocks.
     """
 
     device: str
@@ -203,6 +239,7 @@ class ServerFacts:
     copies: int
     has_draft: bool
     unknown: tuple[str, ...] = ()
+    fp8_block: ScaleBlock | None = None
 
 
 def find(
@@ -236,12 +273,31 @@ def find(
     return Row("unproved", why)
 
 
+def planned(config: Config, architecture: str, device: str) -> Row:
+    """What is known of the servers that a run with these settings starts."""
+    backend = str(config.rollout.engine_args.get("moe_runner_backend", "auto"))
+    quantization = FLOAT8 if served_block(config) else UNQUANTIZED
+    return find(device, quantization, backend, SGLANG_VERSION, architecture)
+
+
+def check_mode(config: Config, architecture: str, device: str) -> Iterator[Violation]:
+    """The modes that write in place, into servers that nobody has shown to take that."""
+    mode = config.weight_sync.mode
+    row = planned(config, architecture, device)
+    if mode in ("exact", "shared") and not config.rollout.urls and row.verdict != "proved":
+        yield Violation(
+            f"weight_sync.mode = {mode} is {row.verdict} for these servers: {row.why}; use auto "
+            "or hf",
+            ("weight_sync.mode",),
+        )
+
+
 def can_write(facts: ServerFacts, architecture: str) -> Row:
     """Whether `exact` may be used with a server that says this of itself."""
     if not facts.has_loader:
         return Row(
             "refused",
-            f"the server was started without --custom-weight-loader {LOAD_FORMAT}; without it "
+            f"the server was started without --custom-weight-loader {WEIGHT_LOADER}; without it "
             "there is nobody in its processes to write",
         )
     if facts.unknown:
@@ -273,18 +329,19 @@ def server_facts(info: Mapping[str, Any]) -> ServerFacts:
         device = str(info["device"])
         if device == "cpu" and info["attention_backend"] == "intel_amx":
             device = "cpu with AMX"
-        quantization = info["quantization"]
+        quantization, block = _quantization(info)
         return ServerFacts(
             device=device,
-            quantization=UNQUANTIZED if quantization in (None, "", "unquant") else quantization,
+            quantization=quantization,
             moe_backend=str(info["moe_runner_backend"]),
             sglang_version=str(info["version"]),
-            has_loader=LOAD_FORMAT in (info["custom_weight_loader"] or ()),
+            has_loader=WEIGHT_LOADER in (info["custom_weight_loader"] or ()),
             tp=int(info["tp_size"]),
             pp=int(info["pp_size"]),
             copies=int(info["dp_size"]),
             has_draft=bool(info["speculative_algorithm"]),
             unknown=_unknown(info),
+            fp8_block=block,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise WeightSyncError(
@@ -293,11 +350,40 @@ def server_facts(info: Mapping[str, Any]) -> ServerFacts:
         ) from error
 
 
+def _quantization(info: Mapping[str, Any]) -> tuple[str, ScaleBlock | None]:
+    """How weights are quantized, and in which blocks of float8.
+
+    SGLang says of itself only what its own argument asked for, so that the rest is read from what
+    overrides the model's config.json, and from that file where it is on this machine.
+    """
+    asked, overrides = info["quantization"], info.get("json_model_override_args")
+    block = overridden_block(overrides)
+    if block is None:
+        stored = _stored_quantization(info.get("model_path"))
+        block = block_of(stored)
+        if stored and asked in (None, "", "unquant"):
+            asked = str(stored.get("quant_method") or "unknown")
+    elif asked in (None, "", "unquant"):
+        asked = FLOAT8
+    return (UNQUANTIZED if asked in (None, "", "unquant") else str(asked)), block
+
+
+def _stored_quantization(model: object) -> Mapping[str, Any]:
+    """The `quantization_config` of a model's folder; empty where it has none, or is elsewhere."""
+    try:
+        config = json.loads((Path(str(model)) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
 def _unknown(info: Mapping[str, Any]) -> tuple[str, ...]:
     """Arguments, as name=value, that change what ranks hold in ways that no layout says."""
     return tuple(
         f"{name}={info[name]}"
         for name, harmless in LAYOUT_UNKNOWN.items()
-        if info.get(name) not in (None, "", False, 0, *harmless)
+        if not (name == "json_model_override_args" and overridden_block(info.get(name)))
+        and info.get(name) not in (None, "", False, 0, *harmless)
         and info[name] not in ([], {}, "{}")
     )

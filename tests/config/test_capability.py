@@ -11,9 +11,20 @@ from typing import Any
 import pytest
 
 from megarl.actor.families import FAMILIES
+from megarl.config.capability import (
+    PROVED_IN_FLOAT8,
+    ROWS,
+    SGLANG_VERSION,
+    WEIGHT_LOADER,
+    ServerFacts,
+    can_write,
+    find,
+    server_facts,
+)
+from megarl.config.served import model_overrides
 from megarl.errors import WeightSyncError
+from megarl.rollout.engine_args import known_arguments
 from megarl.types import ServerEndpoint
-from megarl.weight_sync.capability import ROWS, ServerFacts, can_write, find, server_facts
 from megarl.weight_sync.control import LOAD_FORMAT
 from megarl.weight_sync.modes import Setting, decide
 
@@ -23,6 +34,8 @@ QWEN3 = "Qwen3ForCausalLM"
 FACTS = ServerFacts("cpu", "none", "auto", "0.5.23", True, 1, 1, 1, False)
 SERVER = ServerEndpoint("server-0", "http://127.0.0.1:1", 1, 0)
 HERE = "127.0.0.1"
+BLOCK = (128, 128)
+FLOAT8 = replace(FACTS, quantization="fp8", fp8_block=BLOCK)
 
 
 def test_proved_rows_name_tests_that_there_are() -> None:
@@ -108,7 +121,6 @@ def test_answer_of_another_server_is_refused_in_words() -> None:
         ("auto", FACTS, "exact"),
         ("auto", replace(FACTS, has_loader=False), "hf"),
         ("auto", replace(FACTS, device="cuda"), "hf"),
-        ("auto", replace(FACTS, device="cuda", quantization="fp8"), "exact"),
         ("exact", FACTS, "exact"),
         ("shared", FACTS, "exact"),
         ("hf", FACTS, "hf"),
@@ -130,7 +142,8 @@ def test_mode_follows_the_setting_and_what_is_proved(
         ("shared", replace(FACTS, has_loader=False), "custom-weight-loader"),
         ("auto", replace(FACTS, tp=2), "tp=2"),
         ("hf", replace(FACTS, copies=2), "data-parallel replicas"),
-        ("hf", replace(FACTS, quantization="fp8"), "its weights are fp8"),
+        ("hf", FLOAT8, "its weights are fp8 in blocks of 128 x 128"),
+        ("auto", replace(FACTS, quantization="fp8"), "rollout.precision.weights = fp8"),
         ("auto", replace(FACTS, quantization="awq"), "Marlin"),
         ("disk", replace(FACTS, has_draft=True), "draft model"),
     ],
@@ -156,3 +169,46 @@ def test_server_elsewhere_gets_hf_from_a_learner_that_only_this_machine_reaches(
     found = decide("auto", away, FACTS, QWEN3, HERE)
     assert found.mode == "hf" and "cannot reach" in found.why
     assert decide("auto", away, FACTS, QWEN3, "10.0.0.1").mode == "exact"
+
+
+def test_names_shared_with_the_weight_sync_and_the_engines_arguments_are_the_same() -> None:
+    assert WEIGHT_LOADER == LOAD_FORMAT
+    assert known_arguments()[0] == SGLANG_VERSION
+
+
+def test_quantization_is_read_from_the_overrides_and_from_the_models_folder(tmp_path: Path) -> None:
+    """SGLang says `quantization: null` of a server whose config.json has the quantization."""
+    info = {**json.loads(INFO.read_text()), "custom_weight_loader": [LOAD_FORMAT]}
+    assert info["quantization"] is None
+    overridden = {**info, "json_model_override_args": model_overrides(BLOCK)}
+    assert server_facts(overridden) == FLOAT8
+    more = {**info, "json_model_override_args": '{"num_hidden_layers": 2}'}
+    assert server_facts(more).unknown == ('json_model_override_args={"num_hidden_layers": 2}',)
+    stored = json.loads(model_overrides(BLOCK))
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert server_facts({**info, "model_path": str(tmp_path)}) == FLOAT8
+    stored["quantization_config"]["quant_method"] = "awq"
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    found = server_facts({**info, "model_path": str(tmp_path)})
+    assert (found.quantization, found.fp8_block) == ("awq", None)
+
+
+@pytest.mark.parametrize("architecture", PROVED_IN_FLOAT8)
+def test_float8_servers_are_written_in_place_on_a_cpu_alone(architecture: str) -> None:
+    assert FAMILIES[architecture].served.fp8
+    found = decide("auto", SERVER, FLOAT8, architecture, HERE, fp8_block=BLOCK)
+    assert (found.mode, found.error) == ("exact", "")
+    gpu = replace(FLOAT8, device="cuda")
+    found = decide("auto", SERVER, gpu, architecture, HERE, fp8_block=BLOCK)
+    assert (found.mode, found.error) == ("hf", "")
+    assert "Blackwell" in found.why
+    found = decide("auto", SERVER, gpu, architecture, HERE, can_probe=False, fp8_block=BLOCK)
+    assert found.mode == "exact" and "checksums must show it" in found.why
+
+
+@pytest.mark.parametrize(
+    "facts", [FACTS, replace(FLOAT8, fp8_block=(64, 64)), replace(FACTS, quantization="fp8")]
+)
+def test_float8_goes_to_no_server_of_other_weights(facts: ServerFacts) -> None:
+    found = decide("auto", SERVER, facts, QWEN3, HERE, fp8_block=BLOCK)
+    assert "rollout.precision has float8 in blocks of 128 x 128; start it with" in found.error
