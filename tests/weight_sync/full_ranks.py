@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megarl.actor.parameters import parameter_table
 from megarl.actor.shape import ModelShape
 from megarl.float8 import BlockScaling
+from megarl.reshard.layout import Layout
 from megarl.reshard.mesh import LearnerMesh
 from megarl.reshard.placement import Device
 from megarl.types import ServerEndpoint, SyncReport
@@ -29,8 +30,9 @@ from megarl.weight_sync.full import FullBucket, FullPolicy
 from megarl.weight_sync.modes import ModalSync, ModeSettings
 from megarl.weight_sync.places import Place
 from megarl.weight_sync.probe import Probe
+from megarl.weight_sync.sender import Sender
 from megarl.weight_sync.session import WeightSync
-from tests.weight_sync import tiny
+from tests.weight_sync import independent_float8, tiny
 from tests.weight_sync.forked import Ranks
 
 
@@ -55,9 +57,18 @@ class Policy:
     dtype: str = "fp32"
     float8: BlockScaling | None = None
 
+    @property
+    def fp8_block(self) -> tuple[int, int] | None:
+        """Of the float8 weights that are sent."""
+        return None if self.float8 is None else (self.float8.rows, self.float8.columns)
 
-def stored(shape: ModelShape, seed: int, dtype: str) -> dict[str, torch.Tensor]:
-    """The checkpoint of `seed` under Hugging Face's names, by plain indexing."""
+
+def stored(
+    shape: ModelShape, seed: int, dtype: str, float8: bool = False
+) -> dict[str, torch.Tensor]:
+    """The checkpoint of `seed` under Hugging Face's names, by plain indexing, or by numpy."""
+    if float8:
+        return independent_float8.tensors(shape, seed)[0]
     tensors = tiny.weights(shape, seed)
     found = {}
     for parameter in parameter_table(shape):
@@ -99,20 +110,33 @@ def _parameters(rank: int, policy: Policy) -> dict[str, torch.Tensor]:
     return tiny.on_learner(spec, tiny.weights(policy.shape, policy.seed))[rank]
 
 
+def _travelling(
+    rank: int, policy: Policy, parameters: dict[str, torch.Tensor]
+) -> tuple[Layout, Mapping[str, torch.Tensor]]:
+    """What a rank sends, and its layout: its parameters, but for what is quantized."""
+    source = SourceSpec(policy.shape, policy.mesh, float8=policy.float8)
+    if policy.float8 is None:
+        return source.layout(), parameters
+    sender = Sender(f"full{os.getppid()}", source, rank, parameters, policy.dtype)
+    sender.prepare()
+    return sender.layout, sender.sent
+
+
 def _gather(
     rank: int, policy: Policy, bucket_bytes: int, broken_rank: int = -1, most: int = 1 << 30
 ) -> dict[str, Any]:
     """What came to rank 0, and what this rank sent; `most` buckets are wanted."""
     parameters = _parameters(rank, policy)
-    layout = SourceSpec(policy.shape, policy.mesh).layout()
+    layout, tensors = _travelling(rank, policy, parameters)
     devices = [Device(0, i) for i in range(policy.mesh.size)]
     full = FullPolicy(
-        policy.shape, layout, rank, parameters, policy.dtype,
+        policy.shape, layout, rank, tensors, policy.dtype,
         group=dist.group.WORLD, devices=devices, bucket_bytes=bucket_bytes,
+        fp8_block=policy.fp8_block,
     )  # fmt: skip
     if rank == broken_rank:
         parameters.clear()
-    wanted = stored(policy.shape, policy.seed, policy.dtype)
+    wanted = stored(policy.shape, policy.seed, policy.dtype, policy.float8 is not None)
     sent, seen, wrong = 0, [], []
     earlier: list[weakref.ref[torch.Tensor]] = []
     send = dist.send
@@ -130,7 +154,10 @@ def _gather(
                 wrong += [f"{ref} is held" for ref in earlier if ref() is not None]
                 earlier.append(weakref.ref(data))
                 for name, view in bucket.views(data).items():
-                    if view.dtype != wanted[name].dtype or not torch.equal(view, wanted[name]):
+                    mine, theirs = view.flatten(), wanted[name].flatten()
+                    if mine.dtype != theirs.dtype or not torch.equal(
+                        mine.view(torch.uint8), theirs.contiguous().view(torch.uint8)
+                    ):
                         wrong.append(name)
             del data
     finally:
@@ -142,10 +169,11 @@ def _write(
     rank: int, policy: Policy, folder: Path, model: Path, shard_bytes: int, broken_rank: int = -1
 ) -> bool:
     parameters = _parameters(rank, policy)
-    layout = SourceSpec(policy.shape, policy.mesh).layout()
+    layout, tensors = _travelling(rank, policy, parameters)
     writer = CheckpointWriter(
-        policy.shape, layout, rank, parameters, policy.dtype, model, dist.group.WORLD, shard_bytes
-    )
+        policy.shape, layout, rank, tensors, policy.dtype, model, dist.group.WORLD, shard_bytes,
+        fp8_block=policy.fp8_block,
+    )  # fmt: skip
     if rank == broken_rank:
         parameters.clear()
     writer.write(folder)

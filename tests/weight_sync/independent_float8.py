@@ -45,16 +45,14 @@ def quantized(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return codes, scales, stands_for
 
 
-def save(folder: Path, shape: ModelShape, seed: int) -> Path:
-    """`quantized`: the weights of `seed` as DeepSeek stores float8; `meant`: what they stand for.
-
-    Both are checkpoints of SGLang and of transformers.
-    """
-    tensors = tiny.weights(shape, seed)
-    stored: dict[str, torch.Tensor] = {}
-    meant: dict[str, torch.Tensor] = {}
+def tensors(shape: ModelShape, seed: int) -> tuple[tiny.Tensors, tiny.Tensors]:
+    """The weights of `seed` under their names in a checkpoint: as DeepSeek stores float8, and the
+    numbers that this stands for."""
+    weights = tiny.weights(shape, seed)
+    stored: tiny.Tensors = {}
+    meant: tiny.Tensors = {}
     for parameter in block_table(shape).parameters:
-        whole = tensors[parameter.name]
+        whole = weights[parameter.name]
         parts = whole if parameter.stacked else (whole,)
         for name, part in zip(parameter.stored_names(), parts, strict=True):
             if parameter.quantized:
@@ -66,6 +64,12 @@ def save(folder: Path, shape: ModelShape, seed: int) -> Path:
                 keeps = parameter.precision == "float32"
                 stored[name] = part.clone() if keeps else part.to(torch.bfloat16)
                 meant[name] = stored[name].to(torch.float32)
+    return stored, meant
+
+
+def save(folder: Path, shape: ModelShape, seed: int) -> Path:
+    """Checkpoints of both, for SGLang and transformers: `quantized` and `meant`."""
+    stored, meant = tensors(shape, seed)
     for kind, weights in (("quantized", stored), ("meant", meant)):
         made = folder / kind
         made.mkdir(parents=True)

@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megarl.float8 import BlockScaling
 from megarl.reshard.files import INDEX
 from megarl.reshard.mesh import LearnerMesh
 from megarl.weight_sync.checkpoint_files import COPIED, runs
 from tests.reshard.models import tiny_shape
+from tests.reshard.sglang_checkpoints import hf_config
+from tests.reshard.test_sglang_loaders import QWEN3, large
 from tests.weight_sync import full_ranks, tiny
 from tests.weight_sync.forked import Ranks
 from tests.weight_sync.full_ranks import Policy, stored
@@ -50,6 +53,22 @@ def test_folder_loads_in_transformers_and_equals_the_policy(
     for name, tensor in tiny.weights(tiny.SHAPE, 6).items():
         assert torch.equal(loaded[name], tensor), name
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_float8_is_written_as_deepseek_ships_it(ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    folder, shape = tmp_path / "v000003-x", large(QWEN3)
+    policy = Policy(shape, LearnerMesh(tp=2, dp=2), 7, "bf16", BlockScaling(128, 128))
+    assert ranks.ask(("write", policy, (folder, model, 200_000))) == [True] * 4
+    config = json.loads((folder / "config.json").read_text())
+    assert config["quantization_config"] == hf_config(shape, (128, 128))["quantization_config"]
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    wanted = stored(shape, 7, "bf16", float8=True)
+    assert sorted(found) == sorted(wanted)
+    for name, tensor in found.items():
+        assert tensor.dtype == wanted[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])

@@ -11,17 +11,20 @@ import torch
 
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape
+from megarl.float8 import BlockScaling
 from megarl.reshard.layout import num_elements
 from megarl.reshard.mesh import LearnerMesh
 from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.formats import WireFormat
 from megarl.weight_sync.full import cut_buckets
 from tests.reshard.models import tiny_shape
+from tests.reshard.test_sglang_loaders import DEEPSEEK, LATENT, QWEN3, large
 from tests.weight_sync import full_ranks
 from tests.weight_sync.forked import Ranks
 from tests.weight_sync.full_ranks import Policy, stored
 
 FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+FLOAT8 = BlockScaling(128, 128)
 FP32 = WireFormat(torch.float32, {})
 MESHES = (LearnerMesh(tp=2, pp=2), LearnerMesh(tp=2, dp=2), LearnerMesh(pp=2, dp=2))
 
@@ -62,6 +65,21 @@ def test_float32_tensors_of_a_bf16_policy_stay_so(ranks: Ranks) -> None:
     assert answer["wrong"] == []
     dtypes = {tensor.dtype for tensor in stored(policy.shape, 4, "bf16").values()}
     assert dtypes == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize("family", [QWEN3, DEEPSEEK])
+def test_float8_is_brought_together_with_its_scales_as_numpy_makes_it(
+    ranks: Ranks, family: str
+) -> None:
+    shape = large(family, **({"num_heads": 4, "mla": LATENT} if family == DEEPSEEK else {}))
+    policy = Policy(shape, LearnerMesh(dp=4, ep=2 if family == DEEPSEEK else 1), 3, "bf16", FLOAT8)
+    answers = ranks.ask(("gather", policy, (16 << 10,)))
+    assert answers[0]["wrong"] == []
+    seen = answers[0]["seen"]
+    assert sorted(chain(*seen)) == sorted(stored(shape, 3, "bf16", float8=True))
+    for names in seen:  # scales go with their weights, and with what SGLang fuses them with
+        weights = {name for name in names if f"{name}_scale_inv" in chain(*seen)}
+        assert {f"{name}_scale_inv" for name in weights} <= set(names)
 
 
 def test_layers_of_a_draft_are_not_sent(ranks: Ranks) -> None:

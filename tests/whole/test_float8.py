@@ -23,7 +23,7 @@ SHAPES = {
     "deepseek": large(DEEPSEEK, num_heads=4, mla=LATENT, **SIZES),
 }
 RUNS = {
-    "qwen3": "--learner.parallel.tp 2 --rollout.servers 2",
+    "qwen3": "--learner.parallel.tp 2",
     "qwen3 hf": "--learner.parallel.tp 2 --weight_sync.mode hf --learner.precision.params fp32",
     "qwen3 disk": "--learner.parallel.tp 2 --weight_sync.mode disk",
     "qwen3_moe": "--learner.parallel.tp 1 --learner.parallel.ep 2 --placement.learner_gpus 2 "
@@ -52,12 +52,12 @@ def test_three_steps_with_float8_servers_learn_and_every_sync_is_proved(
     if mode == "disk":
         settings += f" --weight_sync.disk_dir {tmp_path / 'shared'}"
     run = quickstart(*settings.split())
-    rows = run.finish()
+    rows = run.finish(timeout_s=570)
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows:
         print({name: row[name] for name in row if name.startswith(("mismatch", "weight_sync"))})
         assert 0 < row["mismatch/mean_abs_logprob"] < 0.25
-        assert row["weight_sync/verified_servers"] == (2 if name == "qwen3" else 1)
+        assert row["weight_sync/verified_servers"] == 1
         assert 0.02 < row["weight_sync/quantization_error_mean"] < 0.04
         assert row["weight_sync/quantization_error"] >= row["weight_sync/quantization_error_mean"]
         assert row["weight_sync/quantization_layer"] in range(SHAPES[family].num_layers)
