@@ -186,7 +186,7 @@ class _Server:
         return self.mesh.fused_shared_experts and held.axis == "shared_experts"
 
     def _stretch(self, axis: Axis) -> Fraction:
-        return cpu_stretch(self.shape, self.mesh, axis)
+        return cpu_stretch(self.shape, self.mesh, axis, self.fp8_block)
 
     def _cut(self, held: Held, parameters: Sequence[Parameter], block: str) -> ShardedTensor:
         shape, mesh = self.shape, self.mesh

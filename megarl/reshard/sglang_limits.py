@@ -23,13 +23,16 @@ APART = "use rollout.engine_args.disable_shared_experts_fusion = true"
 CPU_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, sglang configs/update_config.py
 
 
-def cpu_stretch(shape: ModelShape, mesh: ServerMesh, axis: Axis) -> Fraction:
-    """Padded size / size of what is cut along `axis`; 1 on a GPU.
+def cpu_stretch(
+    shape: ModelShape, mesh: ServerMesh, axis: Axis, fp8_block: ScaleBlock | None = None
+) -> Fraction:
+    """Padded size / size of what is cut along `axis`; 1 on a GPU, and for what is in float8 blocks.
 
     KV heads are padded to a multiple of tp with query heads in proportion; intermediate sizes to
-    a multiple of 32 x tp. Source: adjust_config_with_unaligned_cpu_tp.
+    a multiple of 32 x tp; with float8 `check_served` allows nothing that would be padded. Source:
+    adjust_config_with_unaligned_cpu_tp.
     """
-    if not mesh.cpu:
+    if not mesh.cpu or fp8_block is not None:
         return Fraction(1)
     unit = CPU_PADDING * mesh.tp
     match axis:

@@ -18,8 +18,14 @@ import pytest
 
 from megarl.actor.shape import ModelShape
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
-from megarl.types import SyncReport
-from megarl.weight_sync.modes import ModeSettings
+from megarl.types import (
+    QuantizationError,
+    ServerEndpoint,
+    ServerSync,
+    SyncReport,
+    SyncTimes,
+)
+from megarl.weight_sync.modes import ModeSettings, _merged
 from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.unproved import GRACE_S
 from tests.weight_sync import full_ranks, tiny
@@ -126,6 +132,16 @@ def assert_verified(report: SyncReport) -> None:
     assert [server.verified for server in report.servers] == [True]
     difference = report.servers[0].probe_max_abs_logprob
     assert difference is not None and difference < 10 * BOUND
+
+
+def test_one_report_of_several_modes_keeps_what_each_of_them_measured() -> None:
+    """Seconds and losses to float8 were once left out, so that a run's metrics had zeros."""
+    server = ServerEndpoint("s", "http://127.0.0.1:1", 1, 0)
+    times, lost = SyncTimes(1.0, 2.0, 3.0, 4.0, 5.0), QuantizationError(0.03, 0.02, "layer.1")
+    exact = SyncReport(3, (ServerSync("s", 0, True),), 10, 10, 1.0, 7, lost, times)
+    for reports in ([SyncReport(3, (), 0, 0, 0.0), exact], [exact, SyncReport(3, (), 0, 0, 0.0)]):
+        merged = _merged(3, [server], reports)
+        assert dataclasses.replace(merged, took_s=1.0) == exact
 
 
 HF = ModeSettings("hf")
