@@ -12,7 +12,6 @@ import pytest
 
 from megarl.actor.families import FAMILIES
 from megarl.config.capability import (
-    PROVED_IN_FLOAT8,
     ROWS,
     SGLANG_VERSION,
     WEIGHT_LOADER,
@@ -193,11 +192,12 @@ def test_quantization_is_read_from_the_overrides_and_from_the_models_folder(tmp_
     assert (found.quantization, found.fp8_block) == ("awq", None)
 
 
-@pytest.mark.parametrize("architecture", PROVED_IN_FLOAT8)
-def test_float8_servers_are_written_in_place_on_a_cpu_alone(architecture: str) -> None:
-    assert FAMILIES[architecture].served.fp8
+def test_float8_servers_are_written_in_place_only_where_that_was_shown() -> None:
+    architecture = QWEN3
     found = decide("auto", SERVER, FLOAT8, architecture, HERE, fp8_block=BLOCK)
     assert (found.mode, found.error) == ("exact", "")
+    found = decide("auto", SERVER, FLOAT8, "Qwen3MoeForCausalLM", HERE, fp8_block=BLOCK)
+    assert (found.mode, found.error) == ("hf", "")
     gpu = replace(FLOAT8, device="cuda")
     found = decide("auto", SERVER, gpu, architecture, HERE, fp8_block=BLOCK)
     assert (found.mode, found.error) == ("hf", "")

@@ -25,7 +25,7 @@ from megarl.types import (
     SyncReport,
     SyncTimes,
 )
-from megarl.weight_sync.modes import ModeSettings, _merged
+from megarl.weight_sync.modes import ModeSettings, merged
 from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.unproved import GRACE_S
 from tests.weight_sync import full_ranks, tiny
@@ -140,8 +140,8 @@ def test_one_report_of_several_modes_keeps_what_each_of_them_measured() -> None:
     times, lost = SyncTimes(1.0, 2.0, 3.0, 4.0, 5.0), QuantizationError(0.03, 0.02, "layer.1")
     exact = SyncReport(3, (ServerSync("s", 0, True),), 10, 10, 1.0, 7, lost, times)
     for reports in ([SyncReport(3, (), 0, 0, 0.0), exact], [exact, SyncReport(3, (), 0, 0, 0.0)]):
-        merged = _merged(3, [server], reports)
-        assert dataclasses.replace(merged, took_s=1.0) == exact
+        found = merged(3, [server], reports)
+        assert dataclasses.replace(found, took_s=1.0) == exact
 
 
 HF = ModeSettings("hf")
