@@ -132,12 +132,17 @@ class Server:
 
     def kill(self) -> None:
         """End all its processes, and remove what SGLang leaves in /dev/shm."""
-        if self.process.poll() is not None:
-            return
-        main = psutil.Process(self.process.pid)
-        family = [main, *main.children(recursive=True)]
-        files = cleanup.used_by(process.pid for process in family)
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        psutil.wait_procs(family, timeout=10)
-        cleanup.sweep(files)
+        kill(self.process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a server, the leader of its process group, and remove what SGLang leaves in /dev/shm."""
+    if process.poll() is not None:
+        return
+    main = psutil.Process(process.pid)
+    family = [main, *main.children(recursive=True)]
+    files = cleanup.used_by(member.pid for member in family)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    psutil.wait_procs(family, timeout=10)
+    cleanup.sweep(files)

@@ -24,12 +24,21 @@ class _GroupedLinear(torch.nn.Module):
     cut: int
 
     def __init__(
-        self, num: int, columns: int, rows: int, config: TransformerConfig, groups: Any
+        self,
+        num: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        pg_collection: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__()
-        self.num, self._groups = num, groups
+        self.num, self._groups = num, pg_collection
+        shape = [output_size, input_size]
+        shape[self.cut] //= pg_collection.expt_tp.size()
         for i in range(num):
-            weight: Any = torch.nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype))
+            weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
             weight.allreduce = False  # its gradient is summed over the experts' own ranks
             weight.tensor_model_parallel = True
             weight.partition_dim, weight.partition_stride = self.cut, 1
@@ -69,34 +78,8 @@ class ColumnGroupedLinear(_GroupedLinear):
 
     cut = 0
 
-    def __init__(
-        self,
-        num: int,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        pg_collection: Any,
-        **kwargs: object,
-    ) -> None:
-        rows = output_size // pg_collection.expt_tp.size()
-        super().__init__(num, input_size, rows, config, pg_collection)
-
 
 class RowGroupedLinear(_GroupedLinear):
     """Experts' downs, cut by columns over the experts' tensor ranks."""
 
     cut = 1
-
-    def __init__(
-        self,
-        num: int,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        pg_collection: Any,
-        **kwargs: object,
-    ) -> None:
-        columns = input_size // pg_collection.expt_tp.size()
-        super().__init__(num, columns, output_size, config, pg_collection)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from megarl.actor.families import FAMILIES
 from megarl.config.schema import Config
 from megarl.config.served import block_of, overridden_block, served_block
-from megarl.config.server_arguments import LAYOUT_UNKNOWN
+from megarl.config.server_arguments import LAYOUT_UNKNOWN, UP_FIRST_RUNNER
 from megarl.config.violation import Violation
 from megarl.errors import WeightSyncError
 from megarl.reshard.blocks import ScaleBlock
@@ -132,13 +132,6 @@ ROWS: tuple[Row, ...] = (
         "its scales are not those of fp8 in square blocks, which are the only ones that the "
         "learner computes",
         quantizations=_EIGHT_BITS,
-    ),
-    Row(
-        "refused",
-        "flashinfer_cutlass loads experts as [up, gate] (load_up_proj_weight_first), and the sync "
-        "writes [gate, up]",
-        moe_backends=("flashinfer_cutlass",),
-        architectures=_WITH_EXPERTS,
     ),
     Row(
         "refused",
@@ -286,8 +279,11 @@ def check_mode(config: Config, architecture: str, device: str) -> Iterator[Viola
         )
 
 
-def can_write(facts: ServerFacts, architecture: str) -> Row:
-    """Whether `exact` may be used with a server that says this of itself."""
+def can_write(facts: ServerFacts, architecture: str, up_first: bool = False) -> Row:
+    """Whether `exact` may be used with a server that says this of itself.
+
+    `up_first` is the order of experts' halves that the learner's plans write.
+    """
     if not facts.has_loader:
         return Row(
             "refused",
@@ -308,6 +304,14 @@ def can_write(facts: ServerFacts, architecture: str) -> Row:
         return Row(
             "refused",
             f"its ranks of {facts.pp} pipeline stages cannot be told apart by SGLang's update call",
+        )
+    loads_up_first = facts.moe_backend == UP_FIRST_RUNNER and facts.quantization == UNQUANTIZED
+    if architecture in _WITH_EXPERTS and loads_up_first != up_first:
+        return Row(
+            "refused",
+            f"with moe_runner_backend {facts.moe_backend} it holds experts as "
+            f"{'[up, gate]' if loads_up_first else '[gate, up]'}, and the settings say otherwise; "
+            f'set rollout.engine_args.moe_runner_backend = "{facts.moe_backend}"',
         )
     return find(
         facts.device, facts.quantization, facts.moe_backend, facts.sglang_version, architecture

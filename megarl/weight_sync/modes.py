@@ -82,11 +82,13 @@ def decide(
     host: str,
     can_probe: bool = True,
     fp8_block: ScaleBlock | None = None,
+    up_first: bool = False,
 ) -> Decision:
     """The mode of a server that says these facts, for a learner that listens on `host`.
 
     Without a log-prob probe nothing shows what SGLang's own calls have loaded. `fp8_block` is of
-    the float8 weights that the learner sends, None where it sends none.
+    the float8 weights that the learner sends, None where it sends none; `up_first` is
+    `capability.can_write`'s.
     """
     on_gpu = facts.device == "cuda"
 
@@ -95,7 +97,7 @@ def decide(
 
     if facts.tp != server.tp:
         return refused("hf", f"it has tp={facts.tp}, rollout.parallel.tp is {server.tp}")
-    row = capability.can_write(facts, architecture)
+    row = capability.can_write(facts, architecture, up_first)
     other = _other_weights(facts, fp8_block)
     if other:
         return refused("hf", f"{other} (exact is {row.verdict}: {row.why})")
@@ -255,7 +257,10 @@ class ModalSync:
         settings = self._settings
         architecture = self._source.shape.architecture
         can_probe, block = self._score is not None, self._source.fp8_block
-        decision = decide(settings.mode, server, facts, architecture, self._host, can_probe, block)
+        up_first = self._exact.server_mesh.up_first
+        decision = decide(
+            settings.mode, server, facts, architecture, self._host, can_probe, block, up_first
+        )
         if self._said.get(server.name) != (server.incarnation, decision):
             self._said[server.name] = (server.incarnation, decision)
             log.info(

@@ -106,7 +106,7 @@ class WeightSync:
     ) -> None:
         self._run_id, self._source, self._rank, self._dtype = run_id, source, rank, dtype
         self._group, self._deadline_s = group, deadline_s
-        self._server_mesh = replace(server_mesh or ServerMesh(), cpu=cpu_servers)
+        self.server_mesh = replace(server_mesh or ServerMesh(), cpu=cpu_servers)
         self._bucket_bytes, self._pause, self._probe = bucket_bytes, pause, probe
         self._places = from_all(group, place or Place("", rank))
         self.devices = learner_devices(self._places)
@@ -178,7 +178,7 @@ class WeightSync:
 
     def _kind(self, server: ServerEndpoint) -> ServerKind:
         sizes = {"tp": server.tp, "ep": server.ep, "attention_dp": server.attention_dp}
-        mesh = replace(self._server_mesh, **sizes)
+        mesh = replace(self.server_mesh, **sizes)
         return ServerKind(mesh, server_devices(server, self._places))
 
     def _order(self, version: int, servers: Sequence[ServerEndpoint]) -> Order | str:

@@ -62,7 +62,6 @@ def test_nothing_is_proved_on_a_gpu_or_in_another_version_of_sglang() -> None:
         ("cuda", "gptq_marlin", "auto", QWEN3, "Marlin"),
         ("cuda", "modelopt_fp4", "auto", QWEN3, "four-bit"),
         ("cuda", "w8a8_int8", "auto", QWEN3, "fp8 in square blocks"),
-        ("cuda", "none", "flashinfer_cutlass", "Qwen3MoeForCausalLM", "load_up_proj_weight_first"),
         ("cuda", "none", "triton_kernel", "DeepseekV3ForCausalLM", "transposed"),
         ("cuda", "none", "flashinfer_trtllm", "Glm4MoeForCausalLM", "shuffles"),
         ("cpu", "none", "auto", "GptOssForCausalLM", "no layout"),
@@ -95,6 +94,22 @@ def test_server_that_cannot_be_written_is_refused_whatever_the_table_says(
     row = can_write(replace(FACTS, **change), QWEN3)
     assert row.verdict == "refused"
     assert reason in row.why
+
+
+@pytest.mark.parametrize(
+    ("moe_backend", "up_first"), [("flashinfer_cutlass", False), ("auto", True)]
+)
+def test_server_with_the_other_order_of_experts_halves_than_the_plan_is_refused(
+    moe_backend: str, up_first: bool
+) -> None:
+    """Neither side's checksums would show it: both follow the plan."""
+    facts = replace(FACTS, device="cuda", moe_backend=moe_backend)
+    row = can_write(facts, "Qwen3MoeForCausalLM", up_first)
+    assert row.verdict == "refused" and "the settings say otherwise" in row.why
+    assert can_write(facts, "Qwen3MoeForCausalLM", not up_first).verdict == "unproved"
+    assert can_write(facts, QWEN3, up_first).verdict == "unproved"  # it has no experts
+    blocks = replace(facts, quantization="fp8")  # always [gate, up]
+    assert can_write(blocks, "Qwen3MoeForCausalLM", False).verdict == "unproved"
 
 
 def test_facts_are_read_from_what_sglang_answers() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -14,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import requests
 from safetensors.torch import save_file
 
-from megarl.launch import cleanup
+from benchmarks.sync.server import kill
 from megarl.types import ServerEndpoint
 from megarl.weight_sync.control import LOAD_FORMAT
 from tests.weight_sync import tiny
@@ -188,12 +186,4 @@ class RealServer:
 
     def kill(self) -> None:
         """End all its processes at once, and remove what SGLang leaves in /dev/shm."""
-        if self.process.poll() is not None:
-            return
-        main = psutil.Process(self.process.pid)
-        family = [main, *main.children(recursive=True)]
-        files = cleanup.used_by(process.pid for process in family)
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        psutil.wait_procs(family, timeout=10)
-        cleanup.sweep(files)
+        kill(self.process)
