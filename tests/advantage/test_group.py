@@ -70,6 +70,10 @@ def test_group_with_equal_rewards_has_advantages_of_exactly_zero() -> None:
     assert is_degenerate(scored(0.1, 0.1)) and not is_degenerate(scored(0.1, 0.2))
 
 
+def test_group_with_three_different_rewards_is_not_degenerate() -> None:
+    assert not is_degenerate(scored(0, 0.5, 1))
+
+
 def test_single_counted_sample_has_advantage_zero() -> None:
     assert advantages(scored("failed", 3)) == [None, 0.0]
 
@@ -90,3 +94,18 @@ def test_metrics_are_over_the_samples_that_count_and_shares_over_all() -> None:
 
 def test_metrics_without_any_value_have_no_mean() -> None:
     assert "reward/mean" not in reward_metrics([scored("failed")])
+
+
+@pytest.mark.parametrize("state", ["failed", "timeout"])
+def test_shares_of_one_sample_and_one_group_are_whole(state: str) -> None:
+    metrics = reward_metrics([scored(state)])
+    other = {"failed": "timeout", "timeout": "failed"}[state]
+    assert metrics == {
+        f"reward/{state}": 1.0,
+        f"reward/{other}": 0.0,
+        "reward/degenerate_groups": 1.0,
+    }
+
+
+def test_shares_of_no_groups_are_zero() -> None:
+    assert set(reward_metrics([]).values()) == {0.0} and len(reward_metrics([])) == 3

@@ -51,12 +51,14 @@ def mutants(path: str) -> list[Mutant]:
     source = Path(path).read_text(encoding="utf-8")
     left_out = list(excluded(source))
     nodes = list(ast_nodes(get_ast(source)))
+    signs = [node for node in nodes if node.type == "operator"]
     found = []
     for name in plugins.operator_names():
         if plugins.get_operator(name).arguments() or name.rpartition("Operator_")[2] in SAME:
             continue
         operator = plugins.get_operator(name)()
-        positions = (at for node in nodes for at in operator.mutation_positions(node))
+        where = signs if "BinaryOperator" in name else nodes
+        positions = (at for node in where for at in operator.mutation_positions(node))
         for occurrence, (start, _) in enumerate(positions):
             if not any(low <= start < high for low, high in left_out):
                 kind = name.split("/")[1].split("_")[0]
