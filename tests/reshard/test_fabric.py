@@ -60,7 +60,23 @@ def test_unknown_fabric_names_the_known_ones() -> None:
         fabric_of("h800")
 
 
-def test_rates_are_those_of_one_direction() -> None:
-    # 8 NICs of 400 Gb/s for 8 GPUs; NVLink 4 is sold as 900 GB/s for both directions together.
-    assert FABRICS["h100"].nic_bytes_per_s == 400e9 / 8
-    assert FABRICS["h100"].nvlink_bytes_per_s == 900e9 / 2
+@pytest.mark.parametrize(
+    ("name", "nic_gbit", "nvlink_gbytes", "memory_tbytes", "together"),
+    [
+        ("a100", 200, 600, 2.039, 8),
+        ("h100", 400, 900, 3.35, 8),
+        ("h200", 400, 900, 4.8, 8),
+        ("b200", 400, 1800, 8, 8),
+        ("b300", 800, 1800, 8, 8),
+        ("gb200", 400, 1800, 8, 72),
+    ],
+)
+def test_rates_are_those_of_the_data_sheet_in_one_direction(
+    name: str, nic_gbit: float, nvlink_gbytes: float, memory_tbytes: float, together: int
+) -> None:
+    # One NIC for a GPU, in bits; NVLink is sold as the sum of both directions.
+    fabric = FABRICS[name]
+    assert fabric.nic_bytes_per_s == nic_gbit * 1e9 / 8
+    assert fabric.nvlink_bytes_per_s == nvlink_gbytes * 1e9 / 2
+    assert fabric.memory_bytes_per_s == pytest.approx(memory_tbytes * 1e12)
+    assert fabric.gpus_per_node == together

@@ -219,6 +219,7 @@ def test_final_norm_is_before_the_loss_and_with_mtp_behind_the_last_layer() -> N
         (lambda: Pipeline.from_layout("Et|tx|L", 3), r"'x\|L' cannot be read; write E, t, m, L"),
         (lambda: Pipeline.from_layout("Et|tL", 0), r"pp is 0; use 1 or more"),
         (lambda: Pipeline.from_layout("Et*99999999999|L", 2), r"more than 100000 symbols"),
+        (lambda: Pipeline.from_layout("t*99999999999", 2), r"more than 100000 symbols"),
         (lambda: Pipeline.from_layout(f"Et*{'9' * 5000}|L", 2), r"more than 100000 symbols"),
         (lambda: Pipeline.from_layout("E(t*99999|)*99999999L", 2), r"more than 100000 symbols"),
         (lambda: Pipeline.from_layout("E" + "t" * 200_000 + "L", 1), r"more than 100000 symbols"),
