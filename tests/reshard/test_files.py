@@ -73,6 +73,20 @@ def refused(folder: Path, *words: str, table: BlockTable = TABLE) -> None:
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("num_files", "shown"),
+    [
+        (1, "files model-00001-of-00001.safetensors"),
+        (4, "files model-00001-of-00004.safetensors to model-00004-of-00004.safetensors"),
+    ],
+)
+def test_layout_of_files_is_named_after_the_first_and_the_last(
+    tmp_path: Path, num_files: int, shown: str
+) -> None:
+    save_sharded(tmp_path, tensors(), num_files)
+    assert checkpoint_layout(tmp_path, TABLE).kind == shown
+
+
 @pytest.mark.parametrize("save", [save_single, save_sharded])
 def test_checkpoint_is_read_into_megatron_ranks(tmp_path: Path, save: object) -> None:
     save(tmp_path, tensors())  # type: ignore[operator]
