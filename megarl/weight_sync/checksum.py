@@ -82,20 +82,20 @@ def box_checksum(
         return 0
     values = values.detach()
     if values.device.type != "cpu":
-        starts, length = _runs(shape, box)
+        starts, length = runs(shape, box)
         return _device_sum(values.reshape(len(starts), length), tensor_id(name), starts)
     if values.stride(-1) != 1:
         values = values.contiguous()
-    starts, length = _runs(shape, box, values.stride())
+    starts, length = runs(shape, box, values.stride())
     bits = _bits(values)
     rows = bits.reshape(len(starts), length)
     in_c = compiled.find()
     if in_c is not None:
-        return in_c(rows, starts, tensor_id(name))
+        return in_c.sum_runs(rows, starts, tensor_id(name))
     return _host_sum(rows, tensor_id(name), starts)
 
 
-def _runs(
+def runs(
     shape: Sequence[int],
     box: Sequence[tuple[int, int]],
     memory: Sequence[int] | None = None,

@@ -138,7 +138,7 @@ class Summation:
 
     def __init__(self, boxes: Sequence[BoxValues]) -> None:
         for each in boxes:
-            _check(each)
+            check_box(each)
         self._num_boxes, self._device = len(boxes), boxes[0].values.device
         self._boxes = tuple(boxes)  # so that what the tables point to stays
         self._tables = _tables(boxes, self._device)
@@ -153,7 +153,8 @@ class Summation:
         return [int(total) & (2**64 - 1) for total in found.tolist()]
 
 
-def _check(each: BoxValues) -> None:
+def check_box(each: BoxValues) -> None:
+    """Raise ShapeError where values have not the shape of their box."""
     extent = tuple(stop - start for start, stop in each.box)
     if tuple(each.values.shape) != extent or len(each.box) != len(each.shape):
         raise ShapeError(

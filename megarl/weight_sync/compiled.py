@@ -10,7 +10,6 @@ import ctypes
 import functools
 import importlib.machinery
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,61 +18,67 @@ import numpy.typing as npt
 log = logging.getLogger(__name__)
 
 LIBRARY = "_sums"
-_NAMES = {1: "megarl_sum_u8", 2: "megarl_sum_u16", 4: "megarl_sum_u32"}
+FIELDS = 8
+"""Of a box in a table, each of 8 bytes: address, runs, elements of a run, elements from run to run,
+address of the runs' starts, identity, bytes of an element, exponent (`struct box` in sums.c)."""
 
-# R runs, L elements of a run
-Sum = Callable[[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint64], int], int]
+# R runs, L elements of a run, N boxes
+Table = npt.NDArray[np.uint64]  # [N, FIELDS]
+
+
+class Library:
+    """The functions in the library at `path`. Raises OSError or AttributeError where it is none."""
+
+    def __init__(self, path: Path) -> None:
+        self._sum_boxes = ctypes.CDLL(str(path)).megarl_sum_boxes
+        self._sum_boxes.restype = None
+        self._sum_boxes.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        )
+
+    def sum_boxes(self, table: Table) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+        """The checksum of each box, and whether it has an element that is not finite: both [N].
+
+        What the table has addresses of must stay meanwhile.
+        """
+        assert table.dtype == np.uint64 and table.flags.c_contiguous
+        assert table.shape[1] == FIELDS
+        sums, not_finite = np.empty(len(table), np.uint64), np.empty(len(table), np.bool_)
+        self._sum_boxes(table.ctypes.data, len(table), sums.ctypes.data, not_finite.ctypes.data)
+        return sums, not_finite
+
+    def sum_runs(
+        self,
+        rows: npt.NDArray[np.unsignedinteger],
+        starts: npt.NDArray[np.uint64],
+        identity: int,
+    ) -> int:
+        """The checksum of rows [R, L], each contiguous, of which row r starts at starts[r] [R]."""
+        num_runs, length = rows.shape
+        assert starts.shape == (num_runs,) and starts.flags.c_contiguous
+        assert length < 2 or rows.strides[1] == rows.itemsize
+        stride = rows.strides[0] // rows.itemsize % 2**64
+        fields = (
+            rows.ctypes.data, num_runs, length, stride, starts.ctypes.data, identity,
+            rows.itemsize, 0,
+        )  # fmt: skip
+        sums, _ = self.sum_boxes(np.array([fields], np.uint64))
+        return int(sums[0])
 
 
 @functools.cache
-def find() -> Sum | None:
-    """The compiled `sum_runs(rows [R, L], starts [R], identity)`; None where it was not built.
-
-    Every row is contiguous; rows may lie apart.
-    """
+def find() -> Library | None:
+    """The library; None where it was not built."""
     folder = Path(__file__).parent
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = folder / f"{LIBRARY}{suffix}"
         if path.is_file():
             try:
-                return load(path)
+                return Library(path)
             except (OSError, AttributeError) as error:
                 log.warning("compiled checksum not usable path=%s error=%s", path, error)
     log.warning("checksums run in numpy, several times slower: no compiled %s", LIBRARY)
     return None
-
-
-def load(path: Path) -> Sum:
-    """The function in the library at `path`. Raises OSError or AttributeError where it is not."""
-    library = ctypes.CDLL(str(path))
-    functions = {}
-    for itemsize, name in _NAMES.items():
-        function = getattr(library, name)
-        function.restype = ctypes.c_uint64
-        function.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_size_t,
-            ctypes.c_ssize_t,
-            ctypes.c_void_p,
-            ctypes.c_uint64,
-        )
-        functions[itemsize] = function
-
-    def sum_runs(
-        rows: npt.NDArray[np.unsignedinteger], starts: npt.NDArray[np.uint64], identity: int
-    ) -> int:
-        num_runs, length = rows.shape
-        assert starts.shape == (num_runs,) and starts.flags.c_contiguous
-        assert length < 2 or rows.strides[1] == rows.itemsize
-        total: int = functions[rows.itemsize](
-            rows.ctypes.data,
-            num_runs,
-            length,
-            rows.strides[0] // rows.itemsize,
-            starts.ctypes.data,
-            identity,
-        )
-        return total
-
-    return sum_runs

@@ -129,7 +129,7 @@ class Receiver:
             inflow.check(message)
         _check_paddings(route.mine, parameters)
         box_of = partial(_sent, tensors=parameters, route=route)
-        sums = tuple(self._sums.of(route.pieces, parameters, box_of, route.digest))
+        sums = self._sums.of(route.pieces, parameters, box_of, route.digest).totals
         moved: dict[str, int] = {}
         for inflow in self._inflows:
             moved.update(inflow.moved_bytes)

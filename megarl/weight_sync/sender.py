@@ -160,12 +160,15 @@ class Sender:
         """This rank's share of every tensor's checksum: of the live parameters, as they travel.
 
         Shares of all ranks add up to the whole: replicas take turns, nothing is summed twice.
-        Raises WeightSyncError for weights that are no numbers: nobody is to sample from them.
+        Raises WeightSyncError for weights that are no numbers: nobody is to sample from them. On a
+        CPU one pass over the bytes does both.
         """
-        self._check_finite()
+        found = self._sums.of(self._share, self.sent, self._box)
+        wrong = self._not_finite() if found.not_finite is None else found.not_finite
+        if wrong:
+            raise WeightSyncError(self._diverged(self._share[wrong[0]]))
         sums: dict[str, int] = {}
-        parts = self._sums.of(self._share, self.sent, self._box)
-        for piece, part in zip(self._share, parts, strict=True):
+        for piece, part in zip(self._share, found.totals, strict=True):
             sums[piece.tensor] = add([sums.get(piece.tensor, 0), part])
         return sums
 
@@ -174,10 +177,10 @@ class Sender:
         values = held(piece, self.sent).detach().to(self.wire.of(piece.tensor))
         return BoxValues(values, piece.tensor, self._shapes[piece.tensor], piece.box)
 
-    def _check_finite(self) -> None:
-        """Raise WeightSyncError for weights that are no numbers. A GPU is asked once.
+    def _not_finite(self) -> list[int]:
+        """Which pieces have weights that are no numbers, where summing does not tell.
 
-        float8 was seen to be finite when it was made.
+        A GPU is asked once. float8 was seen to be finite when it was made.
         """
         known = {piece.local: piece.tensor for piece in self._share}
         names = [name for name in known if self.sent[name].element_size() > 1]
@@ -185,11 +188,13 @@ class Sender:
         sent = [end.to(self.wire.of(known[n])).float() for n, end in zip(names, ends, strict=True)]
         finite = torch.stack(sent).isfinite().all(dim=1).tolist() if sent else []
         wrong = {name for name, is_finite in zip(names, finite, strict=True) if not is_finite}
-        for piece in self._share:  # a padding may hold anything
-            if piece.local in wrong and not bool(self._box(piece).values.isfinite().all()):
-                raise WeightSyncError(self._not_finite(piece))
+        return [
+            index
+            for index, piece in enumerate(self._share)  # a padding may hold anything
+            if piece.local in wrong and not bool(self._box(piece).values.isfinite().all())
+        ]
 
-    def _not_finite(self, piece: Piece) -> str:
+    def _diverged(self, piece: Piece) -> str:
         """Where weights are no numbers, and what to do."""
         values = held(piece, self._parameters).detach().to(self.wire.of(piece.tensor))
         wrong = values.numel() - int(values.isfinite().sum())

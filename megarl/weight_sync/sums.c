@@ -1,4 +1,5 @@
-/* The inner loop of checksum.py, which has the definition; compiled.py calls it.
+/* The inner loop of checksum.py, which has the definition; compiled.py calls it. One pass over the
+   bytes also says whether all of them are finite numbers.
 
    Plain C without Python.h. The caller has checked every argument. */
 
@@ -21,53 +22,81 @@ static uint64_t mix64(uint64_t identity, uint64_t chunk) {
     return (z ^ (z >> 31)) | 1u;
 }
 
-/* part_X: sums of n elements, plain, and weighted by 2i + 1. It does not multiply: each lane adds up
-   its own running sum, in which an element that came at step t of T is T - t times.
+/* part_X: sums of n elements, plain, and weighted by 2i + 1; `top` becomes the largest `exponent` part
+   of any. It does not multiply: each lane adds up its own running sum, in which an element that came
+   at step t of T is T - t times.
 
-   megarl_sum_X: the checksum of `num_runs` runs of `length` elements. Run r begins `stride` elements
-   after run r - 1 in memory, and at element starts[r] of the whole tensor. */
+   runs_X: the checksum of `num_runs` runs of `length` elements. Run r begins `stride` elements after
+   run r - 1 in memory, and at element starts[r] of the whole tensor. */
 #define SUM_OF(NAME, ELEMENT)                                                                    \
-    WIDEST static void part_##NAME(const ELEMENT *at, size_t n, uint64_t *plain,                 \
-                                   uint64_t *weighted) {                                         \
+    WIDEST static void part_##NAME(const ELEMENT *at, size_t n, ELEMENT exponent,                \
+                                   uint64_t *plain, uint64_t *weighted, ELEMENT *top) {          \
         uint64_t sum[LANES] = {0}, running[LANES] = {0}, p = 0, w = 0;                           \
+        ELEMENT most[LANES] = {0}, all = *top;                                                   \
         size_t steps = n / LANES;                                                                \
         for (size_t t = 0; t < steps; t++)                                                       \
             for (size_t lane = 0; lane < LANES; lane++) {                                        \
-                sum[lane] += at[t * LANES + lane];                                               \
+                ELEMENT bits = at[t * LANES + lane], part = bits & exponent;                     \
+                sum[lane] += bits;                                                               \
                 running[lane] += sum[lane];                                                      \
+                most[lane] = part > most[lane] ? part : most[lane];                              \
             }                                                                                    \
         for (size_t lane = 0; lane < LANES; lane++) {                                            \
             uint64_t by_step = steps * sum[lane] - running[lane];                                \
             p += sum[lane];                                                                      \
             w += 2 * LANES * by_step + (2 * lane + 1) * sum[lane];                               \
+            all = most[lane] > all ? most[lane] : all;                                           \
         }                                                                                        \
         for (size_t i = steps * LANES; i < n; i++) {                                             \
+            ELEMENT part = at[i] & exponent;                                                     \
             p += at[i];                                                                          \
             w += (2 * (uint64_t)i + 1) * at[i];                                                  \
+            all = part > all ? part : all;                                                       \
         }                                                                                        \
         *plain = p;                                                                              \
         *weighted = w;                                                                           \
+        *top = all;                                                                              \
     }                                                                                            \
                                                                                                  \
-    uint64_t megarl_sum_##NAME(const ELEMENT *data, size_t num_runs, size_t length,              \
-                               ptrdiff_t stride, const uint64_t *starts, uint64_t identity) {    \
+    static uint64_t runs_##NAME(const struct box *box, uint8_t *not_finite) {                    \
+        const ELEMENT *data = box->data;                                                         \
+        ELEMENT exponent = (ELEMENT)box->exponent, top = 0;                                      \
         uint64_t total = 0;                                                                      \
-        for (size_t run = 0; run < num_runs; run++) {                                            \
-            const ELEMENT *at = data + (ptrdiff_t)run * stride;                                  \
-            uint64_t index = starts[run];                                                        \
-            for (size_t left = length; left;) {                                                  \
+        for (size_t run = 0; run < box->num_runs; run++) {                                       \
+            const ELEMENT *at = data + (ptrdiff_t)run * box->stride;                             \
+            uint64_t index = box->starts[run];                                                   \
+            for (size_t left = box->length; left;) {                                             \
                 uint64_t offset = index % CHUNK, plain, weighted;                                \
                 size_t n = CHUNK - (size_t)offset < left ? CHUNK - (size_t)offset : left;        \
-                part_##NAME(at, n, &plain, &weighted);                                           \
-                total += (weighted + 2 * offset * plain) * mix64(identity, index / CHUNK);       \
+                part_##NAME(at, n, exponent, &plain, &weighted, &top);                           \
+                total += (weighted + 2 * offset * plain) * mix64(box->identity, index / CHUNK);  \
                 at += n;                                                                         \
                 index += n;                                                                      \
                 left -= n;                                                                       \
             }                                                                                    \
         }                                                                                        \
+        *not_finite = exponent && top == exponent;                                               \
         return total;                                                                            \
     }
+
+/* A row of the table that compiled.py makes, all of 8 bytes. `exponent` has the bits that are all set
+   in an element that is no finite number; 0 where nobody asks. */
+struct box {
+    const void *data;
+    uint64_t num_runs, length;
+    int64_t stride;
+    const uint64_t *starts;
+    uint64_t identity, itemsize, exponent;
+};
 
 SUM_OF(u8, uint8_t)
 SUM_OF(u16, uint16_t)
 SUM_OF(u32, uint32_t)
+
+/* The checksum of each of n boxes, and whether it has an element that is not finite. */
+void megarl_sum_boxes(const struct box *boxes, size_t n, uint64_t *sums, uint8_t *not_finite) {
+    for (size_t i = 0; i < n; i++)
+        sums[i] = boxes[i].itemsize == 1   ? runs_u8(&boxes[i], &not_finite[i])
+                  : boxes[i].itemsize == 2 ? runs_u16(&boxes[i], &not_finite[i])
+                                           : runs_u32(&boxes[i], &not_finite[i]);
+}

@@ -6,7 +6,6 @@ import math
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,19 +19,23 @@ from megarl.weight_sync import checksum, compiled
 from megarl.weight_sync.checksum import CHUNK, add, box_checksum
 
 Box = tuple[tuple[int, int], ...]
-Form = Callable[[np.ndarray, np.ndarray, int], int]
 
 
-@pytest.fixture(scope="session")
-def in_c(tmp_path_factory: pytest.TempPathFactory) -> Form:
+def compile_sums(folder: Path) -> compiled.Library:
     """sums.c as it is now, compiled as setup.py does, whatever was built at install."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler here")
-    library = tmp_path_factory.mktemp("sums") / "sums.so"
+    library = folder / "sums.so"
     source = Path(compiled.__file__).with_name("sums.c")
     subprocess.run([compiler, "-O3", "-shared", "-fPIC", source, "-o", library], check=True)
-    return compiled.load(library)
+    return compiled.Library(library)
+
+
+@pytest.fixture(scope="session")
+def in_c(tmp_path_factory: pytest.TempPathFactory) -> compiled.Library:
+    """The compiled form."""
+    return compile_sums(tmp_path_factory.mktemp("sums"))
 
 
 @pytest.fixture(params=["numpy", "c"])
@@ -110,18 +113,18 @@ def test_parts_of_any_partition_add_up_to_the_whole(
 )
 @given(_partitions(), st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]))
 def test_the_three_forms_are_equal_on_every_box(
-    in_c: Form, case: tuple[tuple[int, ...], list[Box]], dtype: torch.dtype
+    in_c: compiled.Library, case: tuple[tuple[int, ...], list[Box]], dtype: torch.dtype
 ) -> None:
     shape, boxes = case
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     identity = checksum.tensor_id("w")
     for box in boxes:
         values = tensor[tuple(slice(a, b) for a, b in box)]
-        starts, length = checksum._runs(shape, box)
+        starts, length = checksum.runs(shape, box)
         rows = values.reshape(len(starts), length)
         bits = checksum._bits(values).reshape(len(starts), length)
         in_numpy = checksum._host_sum(bits, identity, starts)
-        assert in_c(bits, starts, identity) == in_numpy
+        assert in_c.sum_runs(bits, starts, identity) == in_numpy
         assert checksum._device_sum(rows, identity, starts) == in_numpy
 
 

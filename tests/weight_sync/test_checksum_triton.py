@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megarl.compat import placeholders
 from megarl.errors import ShapeError
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
-from megarl.weight_sync import checksum_triton, live_sums
+from megarl.weight_sync import checksum_triton
 from megarl.weight_sync.checksum import CHUNK, box_checksum, mix64, tensor_id
 from megarl.weight_sync.checksum_triton import BoxValues, Launch, box_checksums
 from megarl.weight_sync.control import SourceSpec
@@ -168,7 +168,7 @@ def test_receiver_makes_its_tables_once_and_again_when_a_tensor_moved(
 ) -> None:
     monkeypatch.setattr(checksum_triton, "pays", lambda device: True)
     monkeypatch.setattr(checksum_triton, "sums", lambda boxes: _InTorch(boxes).run())
-    monkeypatch.setattr(live_sums, "Summation", _InTorch)
+    monkeypatch.setattr(checksum_triton, "Summation", _InTorch)
     shape = tiny_shape("Glm4MoeForCausalLM")  # its router is wider on the server than on the wire
     made = rig(SourceSpec(shape, LearnerMesh(), 8), ServerMesh(1), "bf16")
     first: object = None
