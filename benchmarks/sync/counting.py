@@ -15,10 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import requests
 import torch
 
 from megarl.weight_sync import receiver
+from megarl.weight_sync.connection import Connection
 
 LOADER = f"{__name__}.load"
 COUNT_FILE = "MEGARL_BENCHMARK_COUNT_FILE"
@@ -53,17 +53,17 @@ def counted() -> Iterator[Calls]:
 def counted_requests() -> Iterator[list[str]]:
     """The routes of all HTTP requests that are sent inside."""
     routes: list[str] = []
-    send = requests.Session.send
+    call = Connection.call
 
-    def noted(session: requests.Session, request: Any, **settings: Any) -> requests.Response:
-        routes.append(request.path_url)
-        return send(session, request, **settings)
+    def noted(to: Connection, method: str, route: str, *more: Any) -> tuple[int, str]:
+        routes.append(route)
+        return call(to, method, route, *more)
 
-    requests.Session.send = noted  # type: ignore[method-assign]
+    Connection.call = noted  # type: ignore[method-assign,assignment]
     try:
         yield routes
     finally:
-        requests.Session.send = send  # type: ignore[method-assign]
+        Connection.call = call  # type: ignore[method-assign]
 
 
 def load(model: torch.nn.Module, named: Sequence[tuple[str, object]]) -> None:

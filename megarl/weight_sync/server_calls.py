@@ -11,12 +11,13 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any, Literal
 
-import requests
-
-from megarl.errors import NoAnswerError, WeightSyncError
+from megarl.errors import NoAnswerError, WeightSyncError, in_words
 from megarl.types import ServerEndpoint
+from megarl.weight_sync.connection import Connection
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,7 @@ class ServerCalls:
 
     def __init__(self, server: ServerEndpoint, until: float) -> None:
         self._server, self._until = server, until
-        self._session = requests.Session()
-        self._session.trust_env = False  # no proxy between the processes of one job
+        self._connection = Connection(server.url)
 
     def info(self) -> Mapping[str, Any]:
         """What the server was started with and its scheduler's state; answered while paused."""
@@ -126,7 +126,7 @@ class ServerCalls:
 
     def close(self) -> None:
         """Drop the connection."""
-        self._session.close()
+        self._connection.close()
 
     def _call(
         self,
@@ -145,25 +145,22 @@ class ServerCalls:
         key = key or self._server.api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            answer = self._session.request(
-                method, f"{self._server.url}{route}", json=body, headers=headers, timeout=left
-            )
-        except requests.Timeout as error:
+            sent = None if body is None else json.dumps(body).encode()
+            status, text = self._connection.call(method, route, sent, headers, left)
+        except TimeoutError as error:
             remedy = "" if left == at_most_s else ", or raise deadline.sync_s"
             raise NoAnswerError(
                 f"{route} did not answer within {left:.1f} s; see that server's log{remedy}"
             ) from error
-        except requests.RequestException as error:
+        except (OSError, HTTPException) as error:
             raise NoAnswerError(
-                f"{route}: no answer, the server has ended or is unreachable ({error})"
+                f"{route}: no answer, the server has ended or is unreachable ({in_words(error)})"
             ) from error
-        if answer.status_code != requests.codes.ok:
-            is_lost = any(word in answer.text for word in SESSION_LOST)
+        if status != HTTPStatus.OK:
+            is_lost = any(word in text for word in SESSION_LOST)
             why = "the server was started anew, or another learner syncs it; " if is_lost else ""
-            raise WeightSyncError(
-                f"{route} answered {answer.status_code}: {why}{answer.text[:500]}"
-            )
-        return answer.text
+            raise WeightSyncError(f"{route} answered {status}: {why}{text[:500]}")
+        return text
 
     def _json(self, route: str, text: str) -> Mapping[str, Any]:
         try:
