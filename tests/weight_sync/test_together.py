@@ -8,6 +8,8 @@ import torch.distributed as dist
 from megarl.errors import WeightSyncError
 from megarl.learner.control import is_lost_peer
 from megarl.weight_sync import together
+from megarl.weight_sync.order import Summed
+from megarl.weight_sync.pending import Pending
 
 
 def test_rank_that_has_ended_is_an_error_in_words_that_blames_no_rank_left(
@@ -25,3 +27,32 @@ def test_rank_that_has_ended_is_an_error_in_words_that_blames_no_rank_left(
     assert "closed by peer" in str(told.value) and "more" not in str(told.value)
     assert is_lost_peer(told.value)
     assert not is_lost_peer(WeightSyncError("of its own"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_sums_before_rank_0_has_returned_from_its_wait(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(together, "from_first", lambda *_: order.append("all ranks"))
+
+    def work() -> dict[str, int]:
+        order.append("sum")
+        return {"w": 1}
+
+    together.settle_sums(None, rank, work, None, lambda: order.append("wait"))
+    assert order == (["wait"] if rank == 0 else []) + ["all ranks", "sum"]
+
+
+def test_ranks_that_cannot_begin_together_are_told_to_those_who_wait_for_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost(*_: object) -> None:
+        raise WeightSyncError("a learner rank has ended")
+
+    monkeypatch.setattr(together, "from_first", lost)
+    pending: Pending[Summed] = Pending("sum their weights")
+    with pytest.raises(WeightSyncError, match="has ended"):
+        together.settle_sums(None, 0, dict, pending)
+    with pytest.raises(WeightSyncError, match="did not sum their weights together"):
+        pending.wait(0.0)
