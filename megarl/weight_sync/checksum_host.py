@@ -8,18 +8,21 @@ compiled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from megarl.weight_sync import compiled
+from megarl.weight_sync import compiled, parts
 from megarl.weight_sync.checksum import runs, tensor_id
 from megarl.weight_sync.checksum_triton import BoxValues, check_box
 
 _EXPONENTS = {torch.float32: 0x7F80_0000, torch.bfloat16: 0x7F80}
 """Bits that are all set in an infinity and in what is no number; not asked of other types."""
-_ROW_BYTES = 1 << 20  # at most, of a table's row: what one thread does before it looks for more
+_ROW_BYTES = 1 << 20  # at most, of what is in a table's row
+_ROWS = 4  # that a thread takes at once
 
 
 def pays(device: torch.device) -> bool:
@@ -33,12 +36,13 @@ def is_readable(values: torch.Tensor) -> bool:
 
 
 class Summation:
-    """The checksums of some boxes, as often as wanted while no tensor moves.
+    """The checksums of some boxes, as often as wanted while no tensor moves, by so many threads.
 
     Raises ShapeError where values have not the shape of their box.
     """
 
-    def __init__(self, boxes: Sequence[BoxValues]) -> None:
+    def __init__(self, boxes: Sequence[BoxValues], threads: int = 1) -> None:
+        self._threads = threads
         self._num_boxes = len(boxes)
         self._kept: list[object] = []  # so that what the table points to stays
         rows: list[tuple[int, ...]] = []
@@ -57,10 +61,27 @@ class Summation:
         """The same, and the numbers of the boxes that hold something that is not finite."""
         library = compiled.find()
         assert library is not None, "ask `pays` first"
-        sums, not_finite = library.sum_boxes(self._table)
+        sums, not_finite = self._in_parts(library)
         totals = np.zeros(self._num_boxes, np.uint64)
         np.add.at(totals, self._owners, sums)
         return totals.tolist(), np.unique(self._owners[not_finite]).tolist()
+
+    def _in_parts(
+        self, library: compiled.Library
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+        """Each row's sum, and whether it has something that is not finite."""
+        if self._threads == 1:
+            return library.sum_boxes(self._table)
+        sums = np.empty(len(self._table), np.uint64)
+        not_finite = np.empty(len(self._table), np.bool_)
+
+        def sum_part(at: int) -> None:
+            rows = slice(at, at + _ROWS)
+            sums[rows], not_finite[rows] = library.sum_boxes(self._table[rows])
+
+        starts = range(0, len(self._table), _ROWS)
+        parts.run([partial(sum_part, at) for at in starts], self._threads)
+        return sums, not_finite
 
     def _rows(self, box: BoxValues) -> Iterator[tuple[int, ...]]:
         """One box as rows of the table, none of them larger than `_ROW_BYTES`."""

@@ -31,9 +31,13 @@ class Sums:
 
 
 class LiveSums:
-    """Sums of pieces of one set of tensors. Tables are made once for what stays."""
+    """Sums of pieces of one set of tensors. Tables are made once for what stays.
 
-    def __init__(self) -> None:
+    On a host `threads` share the work.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
         self._kept: tuple[object, dict[int, int], AnySummation | None] | None = None
 
     def of(
@@ -56,7 +60,7 @@ class LiveSums:
             return Sums(tuple(one_by_one), None)
         here = (key, addresses(tensors))
         if self._kept is None or self._kept[0] != here:
-            self._kept = (here, *_prepare(pieces, tensors, box_of, on_host))
+            self._kept = (here, *self._prepare(pieces, tensors, box_of, on_host))
         _, lasting, summation = self._kept
         totals: dict[int, int] = {}
         wrong: set[int] = set()
@@ -66,11 +70,34 @@ class LiveSums:
             wrong = {index for index, number in lasting.items() if number in bad}
         for index, piece in enumerate(pieces):
             if index not in lasting:
-                found, bad = _look(_summation([box_of(piece)], on_host))
+                found, bad = _look(self._summation([box_of(piece)], on_host))
                 totals[index] = found[0]
                 wrong |= {index} if bad else set()
         in_order = tuple(totals[index] for index in range(len(pieces)))
         return Sums(in_order, tuple(sorted(wrong)) if on_host else None)
+
+    def _summation(self, boxes: Sequence[BoxValues], on_host: bool) -> AnySummation:
+        if on_host:
+            return checksum_host.Summation(boxes, self._threads)
+        return checksum_triton.Summation(boxes)
+
+    def _prepare(
+        self,
+        pieces: Sequence[Piece],
+        tensors: Mapping[str, torch.Tensor],
+        box_of: BoxOf,
+        on_host: bool,
+    ) -> tuple[dict[int, int], AnySummation | None]:
+        """Which pieces are summed where they lie, without a copy, and their summation."""
+        lasting: dict[int, int] = {}
+        boxes: list[BoxValues] = []
+        for index, piece in enumerate(pieces):
+            box, whole = box_of(piece), tensors[piece.local]
+            in_place = box.values.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+            if in_place and not (on_host and not checksum_host.is_readable(box.values)):
+                lasting[index] = len(boxes)
+                boxes.append(box)
+        return lasting, self._summation(boxes, on_host) if boxes else None
 
 
 def _look(summation: AnySummation) -> tuple[list[int], frozenset[int]]:
@@ -78,22 +105,3 @@ def _look(summation: AnySummation) -> tuple[list[int], frozenset[int]]:
         totals, not_finite = summation.look()
         return totals, frozenset(not_finite)
     return summation.run(), frozenset()
-
-
-def _summation(boxes: Sequence[BoxValues], on_host: bool) -> AnySummation:
-    return checksum_host.Summation(boxes) if on_host else checksum_triton.Summation(boxes)
-
-
-def _prepare(
-    pieces: Sequence[Piece], tensors: Mapping[str, torch.Tensor], box_of: BoxOf, on_host: bool
-) -> tuple[dict[int, int], AnySummation | None]:
-    """Which pieces are summed where they lie, without a copy, and their summation."""
-    lasting: dict[int, int] = {}
-    boxes: list[BoxValues] = []
-    for index, piece in enumerate(pieces):
-        box, whole = box_of(piece), tensors[piece.local]
-        in_place = box.values.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        if in_place and not (on_host and not checksum_host.is_readable(box.values)):
-            lasting[index] = len(boxes)
-            boxes.append(box)
-    return lasting, _summation(boxes, on_host) if boxes else None

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from megarl.errors import WeightSyncError, in_words
 from megarl.reshard import execute
 from megarl.reshard.layout import Piece, RankLayout
-from megarl.weight_sync import acks
+from megarl.weight_sync import acks, parts
 from megarl.weight_sync.acks import Ack
 from megarl.weight_sync.checksum_triton import BoxValues
 from megarl.weight_sync.control import ControlMessage, decode
@@ -60,7 +60,7 @@ class Receiver:
     def __init__(self, engine_rank: Callable[[], int | None] = engine_rank) -> None:
         self._engine_rank = engine_rank
         self._route: Route | None = None
-        self._sums = LiveSums()
+        self._sums = LiveSums(parts.num_threads())
         self._inflows: tuple[Inflow, ...] = (ArenaInflow(), MessageInflow())
         self._store: tuple[tuple[str, int], TCPStore] | None = None
         self._last: tuple[ControlMessage, float] | None = None
@@ -259,7 +259,7 @@ def _sent(piece: Piece, tensors: Mapping[str, torch.Tensor], route: Route) -> Bo
 
 def _check_unpacked(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
-        if getattr(module, "use_intel_amx_backend", False):
+        if vars(module).get("use_intel_amx_backend"):
             raise WeightSyncError(
                 f"{name}: its weight is packed for AMX in place, which a sync cannot write; "
                 "run the server without AMX kernels"

@@ -101,3 +101,23 @@ def test_units_are_as_wide_as_both_sides_allow_and_types_are_kept_apart() -> Non
     assert carried_out(48, 0, fp32, fp32).is_plain and not carried_out(40, 0, fp32, fp32).is_plain
     mixed = carried_out(48, 0, bf16, fp32)
     assert not mixed.is_plain and mixed.unit == 0
+
+
+@pytest.mark.parametrize("part_bytes", [1, 600, 1 << 20])
+def test_copies_on_a_cpu_are_the_same_in_parts_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(batches.parts, "num_threads", lambda: 3)
+    source = {name: torch.randn(12, 50) for name in "ab"} | {"c": torch.randn(1, 4, 7)}
+    boxes = [("a", ((0, 12), (0, 50))), ("b", ((2, 9), (5, 40))), ("b", ((9, 12), (0, 5)))]
+    moves = [Move(0, 0, name, box, name, (0, 0), name, (0, 0)) for name, box in boxes]
+    moves.append(Move(0, 0, "c", ((3, 4), (0, 4), (0, 7)), "c", (0, 0, 0), "c", (0, 0)))
+    single, together = (
+        {name: torch.zeros(12, 50, dtype=torch.bfloat16) for name in "ab"}
+        | {"c": torch.zeros(4, 7, dtype=torch.bfloat16)}
+        for _ in range(2)
+    )
+    execute.run(moves, source, single)
+    batches.OneByOne(moves, source, together, part_bytes).run()
+    assert all(torch.equal(single[name], together[name]) for name in single)
+    assert all(tensor.count_nonzero() for tensor in together.values())

@@ -63,11 +63,13 @@ def _boxes(draw: st.DrawFn) -> list[BoxValues]:
 @settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(_boxes(), st.sampled_from([64, 4096, 1 << 20]))
-def test_one_table_gives_each_box_its_own_checksum(boxes: list[BoxValues], row_bytes: int) -> None:
+@given(_boxes(), st.sampled_from([64, 4096, 1 << 20]), st.integers(1, 3))
+def test_one_table_gives_each_box_its_own_checksum(
+    boxes: list[BoxValues], row_bytes: int, threads: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checksum_host, "_ROW_BYTES", row_bytes)
-        summation = checksum_host.Summation(boxes)
+        summation = checksum_host.Summation(boxes, threads)
     assert summation.run() == [_alone(box) for box in boxes]
     assert summation.look()[1] == []
 
@@ -83,14 +85,15 @@ def test_a_table_is_of_what_the_memory_holds_when_it_is_read() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("at", [0, 31, 32, CHUNK, 3 * CHUNK + 4])
+@pytest.mark.parametrize("threads", [1, 2])
 def test_the_box_with_one_weight_that_is_no_number_is_named(
-    dtype: torch.dtype, value: float, at: int
+    dtype: torch.dtype, value: float, at: int, threads: int
 ) -> None:
     tensors = [torch.full((3 * CHUNK + 5,), torch.finfo(dtype).max, dtype=dtype) for _ in range(3)]
     boxes = [BoxValues(t, "w", tuple(t.shape), ((0, len(t)),)) for t in tensors]
-    assert checksum_host.Summation(boxes).look()[1] == []
+    assert checksum_host.Summation(boxes, threads).look()[1] == []
     tensors[1][at] = value
-    assert checksum_host.Summation(boxes).look()[1] == [1]
+    assert checksum_host.Summation(boxes, threads).look()[1] == [1]
 
 
 def test_a_nan_beside_a_box_or_in_float8_is_not_looked_at() -> None:
