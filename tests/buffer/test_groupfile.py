@@ -14,6 +14,13 @@ from megarl.buffer.groupfile import read_group, write_group
 from megarl.errors import DataError, ShapeError
 from megarl.types import Group, Prompt, Sample
 
+METADATA = {
+    "format": "megarl-group-1",
+    "group_id": "g",
+    "prompt_id": "p",
+    "sample_ids": '["s0", "s1"]',
+}
+
 
 def two_sample_group(group_id: str = "v0-g3") -> Group:
     prompt = Prompt("p7", (1, 2, 3), "text", "answer")
@@ -113,14 +120,25 @@ def test_write_that_fails_leaves_nothing_and_keeps_what_was_there(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "metadata",
-    [{}, {"format": "megarl-group-0"}, {"format": "megarl-group-2"}, {"format": "megarl-group-1"}],
+    "changed",
+    [
+        {"format": "megarl-group-0"},
+        {"format": "megarl-group-2"},
+        {"format": None},
+        {"group_id": None},
+        {"prompt_id": None},
+        {"sample_ids": None},
+        {"sample_ids": "s0, s1"},
+    ],
     ids=str,
 )
 def test_file_with_all_tensors_but_other_metadata_is_refused(
-    tmp_path: Path, metadata: dict[str, str]
+    tmp_path: Path, changed: dict[str, str | None]
 ) -> None:
     path = write_group(tmp_path, two_sample_group())
+    save_file(load_file(path), path, metadata=METADATA)
+    assert read_group(path).sample_ids == ("s0", "s1")
+    metadata = {key: value for key, value in {**METADATA, **changed}.items() if value is not None}
     save_file(load_file(path), path, metadata=metadata)
     with pytest.raises(DataError, match="not a whole group file"):
         read_group(path)
@@ -128,9 +146,7 @@ def test_file_with_all_tensors_but_other_metadata_is_refused(
 
 def save_with(path: str, **arrays: np.ndarray) -> None:
     """The same file with some arrays replaced."""
-    metadata = {"format": "megarl-group-1", "group_id": "g", "prompt_id": "p"}
-    metadata["sample_ids"] = '["s0", "s1"]'
-    save_file({**load_file(path), **arrays}, path, metadata=metadata)
+    save_file({**load_file(path), **arrays}, path, metadata=METADATA)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Owns the copy, what keeps the engines out of it, and time limits. Knows nothing 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -25,6 +26,7 @@ import psutil
 import pytest
 
 POLL_S = 0.05
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: a fork ends with the process that made it
 ENGINES = ("sglang", "megatron")
 PRELOADED = (
     "aiohttp hypothesis.extra.numpy hypothesis.strategies numpy pydantic.main safetensors.numpy"
@@ -152,6 +154,7 @@ class Copy:
 
     def _enter(self) -> None:
         os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         log = os.open(self.folder / f"log{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
