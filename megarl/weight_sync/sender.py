@@ -215,11 +215,14 @@ class Sender:
             return None
         arena = self._arena(kind, generation, route)
         arena.stamp("")  # nobody takes it for whole while it is written
+        self._copy(arena, route)
+        arena.stamp(stamp)
+        return arena.ref
+
+    def _copy(self, arena: AnyArena, route: Route) -> None:
         for name, slot in route.slots.items():
             if arena.stages(slot.offset):
                 staged(arena, slot, self.wire).copy_(self.sent[name].detach())
-        arena.stamp(stamp)
-        return arena.ref
 
     def _arena(self, kind: ServerKind, generation: int, route: Route) -> AnyArena:
         current = self._arenas.get(kind)

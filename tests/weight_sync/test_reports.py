@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from megarl.controller import publisher
-from megarl.types import ServerEndpoint, ServerSync, SyncReport, SyncTimes
+from megarl.types import QuantizationError, ServerEndpoint, ServerSync, SyncReport, SyncTimes
 from megarl.weight_sync import modes
 
 TIMES = SyncTimes(stage_s=1.0, sums_s=2.0, copy_s=3.0, check_s=4.0, verdict_s=5.0)
+LOST = QuantizationError(largest=0.02, mean=0.01, worst="model.layers.3")
 SERVER = ServerEndpoint("server-0", "http://127.0.0.1:1", tp=1, incarnation=0)
 RESULT = ServerSync("server-0", 0, verified=True)
 FULL = SyncReport(
@@ -20,7 +21,7 @@ FULL = SyncReport(
     minimum_bytes=90,
     took_s=6.0,
     network_bytes=80,
-    quantization_error=0.01,
+    quantization=LOST,
     times=TIMES,
 )
 EMPTY = SyncReport(version=7, servers=(), moved_bytes=0, minimum_bytes=0, took_s=0.0)
@@ -42,7 +43,7 @@ def test_report_of_modes_adds_up_those_of_two() -> None:
     found = modes.merged(7, [SERVER], (FULL, FULL))
     assert (found.moved_bytes, found.minimum_bytes, found.network_bytes) == (200, 180, 160)
     assert found.times == SyncTimes(2.0, 4.0, 6.0, 8.0, 10.0)
-    assert found.quantization_error == 0.01
+    assert found.quantization == LOST
 
 
 def test_report_of_two_attempts_keeps_all_that_the_first_tells() -> None:
