@@ -83,6 +83,18 @@ class LaunchError(MegarlError):
     """A process could not be started or died; names process, host, rank, signal and last phase."""
 
 
+MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+)
+"""What reading JSON, and taking values out of it, raises where it is not what was asked for."""
+
+
 def in_words(error: Exception) -> str:
     """What to tell of an error: the sentence of one of ours, another's type and text.
 

@@ -10,6 +10,7 @@ import math
 import os
 import reprlib
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import TypeGuard
 
@@ -54,7 +55,7 @@ def read_json(path: Path, required: bool) -> dict[str, object]:
         raise _too_deep(path) from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
-    if _depth_exceeds(value, MAX_DEPTH):
+    if depth_exceeds(value, MAX_DEPTH):
         raise _too_deep(path)
     return value
 
@@ -65,7 +66,7 @@ def _too_deep(path: Path) -> ModelError:
     )
 
 
-def _depth_exceeds(value: object, limit: int) -> bool:
+def depth_exceeds(value: object, limit: int) -> bool:
     """Whether objects and lists are nested deeper than `limit`."""
     level = [value]
     for _ in range(limit + 1):
@@ -157,6 +158,18 @@ def is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
     (False, True)
     """
     return any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed)
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether it is a number of floating point, which infinities, NaN, true and false are not.
+
+    >>> is_finite(-0.5), is_finite(float("nan")), is_finite(True), is_finite(10**400)
+    (True, False, False, False)
+    """
+    try:
+        return not isinstance(value, bool) and isinstance(value, int | float) and isfinite(value)
+    except OverflowError:
+        return False
 
 
 def is_integer(value: object) -> TypeGuard[int]:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from megarl.errors import DataError, ShapeError
+from megarl.errors import MALFORMED, DataError, ShapeError
 from megarl.types import Group, Sample
 
 FORMAT = "megarl-group-1"
@@ -175,7 +175,7 @@ def read_group(path: str | os.PathLike[str]) -> GroupTokens:
         raise DataError(
             f"{path}: there is no such group file; was its run folder moved?"
         ) from error
-    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
+    except (SafetensorError, OSError, *MALFORMED) as error:
         raise _broken(path, str(error)) from error
     _check(path, group)
     return group

@@ -77,7 +77,8 @@ def check_model_files(config: Config, model: Path) -> Iterator[Violation]:
     """The tokenizer, and the chat template where one is needed."""
     if not (model / "tokenizer.json").is_file():
         yield Violation(
-            f"{model} has no tokenizer.json; save the tokenizer with its fast form",
+            f"{model} has no tokenizer.json; set actor.model to a folder that has one (a recent "
+            "transformers makes it: load the tokenizer, save_pretrained it)",
             ("actor.model",),
         )
     if config.prompts.template != "chat" or (model / "chat_template.jinja").is_file():

@@ -12,6 +12,7 @@ from megarl.actor.shape import ModelShape, read_shape
 from megarl.config.schema import Config
 from megarl.config.served import check_family, served_block, served_dtype
 from megarl.config.server_arguments import server_mesh
+from megarl.errors import LayoutError
 from megarl.reshard.layout import Layout
 from megarl.reshard.megatron import check_supported, megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
@@ -112,7 +113,10 @@ def learner_pipeline(config: Config, shape: ModelShape) -> Pipeline:
     """Which layers each pipeline stage of the learner has."""
     parallel, fields = config.learner.parallel, config.learner.transformer_config
     if parallel.pipeline_layout:
-        return Pipeline.from_layout(parallel.pipeline_layout, parallel.pp)
+        try:
+            return Pipeline.from_layout(parallel.pipeline_layout, parallel.pp)
+        except LayoutError as error:
+            raise LayoutError(f"learner.parallel.pipeline_layout: {error}") from error
     if not parallel.even:
         return Pipeline.uneven(
             shape.num_layers,

@@ -8,6 +8,7 @@ Must not know files, the command line or what a combination of settings means.
 from __future__ import annotations
 
 import difflib
+import functools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def setting_groups(model: type[BaseModel] = Config) -> tuple[SettingGroup, ...]:
     return tuple(groups)
 
 
-def all_settings() -> dict[str, Setting]:
+@functools.cache
+def all_settings() -> Mapping[str, Setting]:
     """Every setting by its dotted name.
 
     >>> all_settings()["learner.parallel.tp"].values
@@ -66,6 +68,7 @@ def all_settings() -> dict[str, Setting]:
     return {s.name: s for group in setting_groups() for s in group.settings}
 
 
+@functools.cache
 def group_names() -> frozenset[str]:
     """Dotted names of all groups.
 

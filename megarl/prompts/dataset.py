@@ -7,10 +7,12 @@ order, servers or scores. A defect names the file and the line.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.actor.config_fields import MAX_DEPTH, depth_exceeds
 from megarl.config.schema import Config, PromptsConfig
 from megarl.errors import ConfigError, DataError
 from megarl.prompts.tokenizer import Tokenizer
@@ -79,7 +81,11 @@ def _file_rows(path: Path, settings: PromptsConfig) -> Iterator[Row]:
     """Rows of a JSONL file. Blank lines are skipped and counted as lines."""
     if not path.is_file():
         raise DataError(f"{path}: there is no such prompt file; check prompts.path or eval.prompts")
-    with path.open("rb") as stream:
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; make the file readable") from error
+    with stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 place = f"{path}, line {number}"
@@ -95,9 +101,36 @@ def _object(place: str, line: bytes) -> dict[str, object]:
         raise DataError(
             f"{place}: not JSON: {error.msg} at column {error.colno}; each line is one JSON object"
         ) from error
+    except ValueError as error:  # the one limit that Python's reader has besides
+        raise DataError(
+            f"{place}: an integer of thousands of digits; write it as a text"
+        ) from error
+    except RecursionError as error:
+        raise _too_deep(place) from error
     if not isinstance(value, dict):
         raise DataError(f"{place}: a JSON {type(value).__name__}; each line is one JSON object")
+    if depth_exceeds(value, MAX_DEPTH):
+        raise _too_deep(place)
+    if rb"\u" in line:
+        _check_characters(place, value)
     return value
+
+
+def _too_deep(place: str) -> DataError:
+    return DataError(
+        f"{place}: objects or lists are nested more than {MAX_DEPTH} deep; flatten the row"
+    )
+
+
+def _check_characters(place: str, value: Mapping[str, object]) -> None:
+    """Refuse one half of an escaped pair: it is no character, and no tokenizer takes it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(
+            f"{place}: {half!a} is half a character; write the character itself, or both halves"
+        ) from error
 
 
 def _parse(place: str, prompt_id: str, row: dict[str, object], settings: PromptsConfig) -> Row:
@@ -116,6 +149,8 @@ def _parse(place: str, prompt_id: str, row: dict[str, object], settings: Prompts
         return Row(place, prompt_id, text, _gym_answer(row), row)
     answer_value = row.get("answer")
     if isinstance(answer_value, int | float) and not isinstance(answer_value, bool):
+        if not math.isfinite(answer_value):
+            raise DataError(f"{place}: 'answer' is {answer_value}, which is no number; correct it")
         answer_value = str(answer_value)
     if not isinstance(answer_value, str):
         raise DataError(

@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megarl.actor.config_fields import read_json
 from megarl.actor.shape import eos_token_ids
-from megarl.errors import ConfigError, ModelError
+from megarl.errors import MALFORMED, ConfigError, ModelError
 
 _SPECIAL_NAMES = (
     "bos_token",
@@ -78,7 +78,7 @@ class Tokenizer:
                 add_generation_prompt=True,
                 **self.special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template is a program of its own
             roles = [message.get("role") for message in messages]
             raise ModelError(
                 f"{self.model_dir}: the chat template refuses turns of {roles}: {error}; some "
@@ -158,16 +158,16 @@ def _load_template(folder: Path, settings: Mapping[str, object]) -> jinja2.Templ
     """chat_template.jinja, else `chat_template` of tokenizer_config.json (text, or named list)."""
     path = folder / "chat_template.jinja"
     source = settings.get("chat_template")
-    if path.is_file():
-        source = path.read_text(encoding="utf-8")
-    elif isinstance(source, list):
-        by_name = {entry["name"]: entry["template"] for entry in source}
-        source = by_name.get("default")
-    if not isinstance(source, str):
-        return None
     try:
+        if path.is_file():
+            source = path.read_text(encoding="utf-8")
+        elif isinstance(source, list):
+            by_name = {entry["name"]: entry["template"] for entry in source}
+            source = by_name.get("default")
+        if not isinstance(source, str):
+            return None
         return _environment().from_string(source)
-    except jinja2.TemplateError as error:
+    except (OSError, jinja2.TemplateError, *MALFORMED) as error:
         raise ModelError(
             f"{folder}: its chat template is broken: {error}; fetch the file again, or use "
             "prompts.template=none"

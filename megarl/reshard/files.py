@@ -8,6 +8,8 @@ just the slices that the plan names.
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import struct
 from collections.abc import Mapping
@@ -17,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from megarl.actor.config_fields import is_integer, shown
 from megarl.actor.parameters import HEAD_NAME, SCALE_SUFFIX, BlockTable, Parameter
-from megarl.errors import ModelError
+from megarl.errors import MALFORMED, ModelError
 from megarl.reshard.explicit import explicit_layout
 from megarl.reshard.layout import Layout, LocalTensor, Piece, RankLayout, whole
 
@@ -65,7 +68,7 @@ def checkpoint_files(model_dir: str | Path) -> tuple[Path, ...]:
             "checkpoint in safetensors format"
         )
     for name in names:
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):
             raise ModelError(f"{folder / name} is missing but {INDEX} names it; fetch it again")
     return tuple(folder / name for name in names)
 
@@ -149,45 +152,71 @@ def layout_of_headers(
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name. Raises ModelError where the file is not whole."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
-            raise ModelError(
-                f"{path} is not a whole safetensors file: {size} bytes cannot hold a header of "
-                f"{length}; fetch it again"
-            )
-        raw = file.read(length)
     try:
-        header = json.loads(raw)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+                raise ModelError(
+                    f"{path} is not a whole safetensors file: {size} bytes cannot hold a header of "
+                    f"{length}; fetch it again"
+                )
+            raw = file.read(length)
+        header = json.loads(raw, object_pairs_hook=_without_repetition)
         entries = {
-            name: StoredTensor(
-                str(entry["dtype"]),
-                tuple(int(n) for n in entry["shape"]),
-                *(8 + length + int(offset) for offset in entry["data_offsets"]),
-            )
+            name: _stored(name, entry, 8 + length)
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}; make the file readable") from error
+    except MALFORMED as error:
         raise ModelError(
-            f"{path} has a broken safetensors header: {error}; fetch the file again"
+            f"{path} has a broken safetensors header: {str(error)[:200]}; fetch the file again"
         ) from error
-    for name, stored in entries.items():
+    _check_extents(path, entries, size)
+    return entries
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a header, in which no name may stand twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands in it twice")
+    return found
+
+
+def _stored(name: str, entry: Mapping[str, Any], data: int) -> StoredTensor:
+    """One entry of a header whose file has its data from byte `data` on."""
+    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    numbers = (*shape, start, end)
+    if not isinstance(dtype, str) or not all(is_integer(n) and n >= 0 for n in numbers):
+        raise ValueError(f"{name} is no tensor: {shown(entry)}")
+    return StoredTensor(dtype, tuple(shape), data + start, data + end)
+
+
+def _check_extents(path: Path, entries: Mapping[str, StoredTensor], size: int) -> None:
+    """Raise ModelError where a tensor's bytes are not its own, or not as many as it has."""
+    last_name, last_end = "", 0
+    for name, stored in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if stored.start < last_end:
+            raise ModelError(
+                f"{path} has a broken safetensors header: {name} begins within {last_name}; fetch "
+                "the file again"
+            )
+        last_name, last_end = name, max(last_end, stored.end)
         if stored.end > size:
             raise ModelError(
                 f"{path} is truncated: {name} ends at byte {stored.end}, the file at {size}; "
                 "fetch it again"
             )
         itemsize = STORED[stored.dtype].itemsize if stored.dtype in STORED else None
-        count = int(np.prod(stored.shape, dtype=np.int64))
-        if itemsize and stored.end - stored.start != count * itemsize:
+        if itemsize and stored.end - stored.start != math.prod(stored.shape) * itemsize:
             raise ModelError(
                 f"{path}: {name} has {stored.end - stored.start} bytes for shape {stored.shape} of "
                 f"{stored.dtype}; fetch it again"
             )
-    return entries
 
 
 def map_tensors(
@@ -209,9 +238,9 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
     path = folder / INDEX
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if not all(isinstance(name, str) for name in weight_map.values()):
-            raise TypeError("weight_map must map tensor names to file names")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not all(isinstance(n, str) and Path(n).name == n for n in weight_map.values()):
+            raise TypeError("weight_map must map tensor names to names of files beside it")
+    except (OSError, *MALFORMED) as error:
         raise ModelError(f"{path} is broken: {error!r}; fetch it again") from error
     return dict(weight_map)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megarl.actor.parameters import Block, BlockTable, Parameter
-from megarl.errors import LayoutError
+from megarl.errors import MALFORMED, LayoutError
 from megarl.reshard.cells import Pairing, Pieces
 from megarl.reshard.layout import BlockLayout, Layout, Padding, Piece, Shard, ShardedTensor, Site
 from megarl.reshard.placement import Device, Placement
@@ -34,17 +34,7 @@ _CLASSES: Mapping[str, type] = {
     )
 }  # fmt: skip
 
-_BROKEN = (
-    ValueError,
-    KeyError,
-    TypeError,
-    IndexError,
-    AttributeError,
-    AssertionError,
-    OverflowError,
-    RecursionError,
-    MemoryError,
-)
+_BROKEN = (*MALFORMED, AssertionError, MemoryError)
 
 _kept: OrderedDict[str, Plan] = OrderedDict()
 

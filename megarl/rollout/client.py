@@ -10,20 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import aiohttp
 
-from megarl.errors import MegarlError, RolloutError
+from megarl.actor.config_fields import is_finite, is_integer, shown
+from megarl.errors import MALFORMED, MegarlError, RolloutError
 from megarl.rollout import control
 from megarl.types import FinishReason, ServerEndpoint, VersionSpan
 
 log = logging.getLogger(__name__)
 
 NO_VERSION = -1  # the weights that a server was started with; no sync has reached it
+MAX_INT32 = 2**31 - 1  # what a group file has for a token and for a version
 ABORT_S = 5.0  # how long an abort of cancelled requests may hold up their cancellation
 
 
@@ -131,7 +132,7 @@ class RolloutClient:
                 return await response.json(content_type=None)
         except (aiohttp.ClientError, ConnectionError) as error:
             raise ServerGoneError(f"{endpoint.name}: {type(error).__name__}: {error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RolloutError(
                 f"{endpoint.name}: {path} did not answer with JSON: {error}"
             ) from error
@@ -173,28 +174,32 @@ def _completion(item: Any, request_id: str, server: str) -> Completion:
         reason, token_ids = meta["finish_reason"]["type"], tuple(item["output_ids"])
         pairs = meta.get("output_token_logprobs")
         spans = meta.get("weight_versions") or ()
-    except (KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise wrong(f"reply without {error}") from error
     if reason == "abort":
         raise ServerGoneError(
             f"{server} aborted {request_id}: {meta['finish_reason'].get('message')}"
         )
     if reason not in ("stop", "length"):
-        raise wrong(f"it ended with {reason!r}")
+        raise wrong(f"it ended with {shown(reason)}")
     if meta.get("id") != request_id:
-        raise wrong(f"reply is for {meta.get('id')!r}")
+        raise wrong(f"reply is for {shown(meta.get('id'))}")
     if not token_ids:
         raise wrong("no token came back")
+    if not all(is_integer(token) and 0 <= token <= MAX_INT32 for token in token_ids):
+        raise wrong(f"its tokens are {shown(token_ids)}")
     if not isinstance(pairs, list) or len(pairs) != len(token_ids):
         found = len(pairs) if isinstance(pairs, list) else "no"
         raise wrong(f"{len(token_ids)} tokens came with {found} log-probs")
     logprobs: list[float] = []
-    for index, (logprob, paired_id, *_) in enumerate(pairs):
-        token_id = token_ids[index]
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, list) or len(pair) < 2:
+            raise wrong(f"log-prob {index} is {shown(pair)}")
+        logprob, paired_id, token_id = pair[0], pair[1], token_ids[index]
         if paired_id != token_id:
-            raise wrong(f"log-prob {index} belongs to token {paired_id}, not {token_id}")
-        if not isinstance(logprob, int | float) or not math.isfinite(logprob):
-            raise wrong(f"log-prob {index}, of token {token_id}, is {logprob}")
+            raise wrong(f"log-prob {index} belongs to token {shown(paired_id)}, not {token_id}")
+        if not is_finite(logprob):
+            raise wrong(f"log-prob {index}, of token {token_id}, is {shown(logprob)}")
         logprobs.append(float(logprob))
     return Completion(
         token_ids=token_ids,
@@ -207,7 +212,12 @@ def _completion(item: Any, request_id: str, server: str) -> Completion:
 
 def _version(label: Any) -> int:
     """The policy version in a label, VERSION.ATTEMPT. Raises ValueError where there is none."""
-    return NO_VERSION if label == control.UNSYNCED_LABEL else int(str(label).partition(".")[0])
+    if label == control.UNSYNCED_LABEL:
+        return NO_VERSION
+    version = int(str(label).partition(".")[0])
+    if not 0 <= version <= MAX_INT32:
+        raise ValueError(label)
+    return version
 
 
 def _spans(spans: Any, num_tokens: int, wrong: Any) -> tuple[VersionSpan, ...]:
@@ -217,13 +227,15 @@ def _spans(spans: Any, num_tokens: int, wrong: Any) -> tuple[VersionSpan, ...]:
             VersionSpan(int(span["start"]), int(span["end"]), _version(span["version"]))
             for span in spans
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise wrong(f"its weight versions are {spans!r}, which name no policy version") from error
+    except MALFORMED as error:
+        raise wrong(
+            f"its weight versions are {shown(spans)}, which name no policy version"
+        ) from error
     end = 0
     for span in found:
         if span.start != end or span.end <= span.start:
-            raise wrong(f"its version spans {spans!r} do not follow each other")
+            raise wrong(f"its version spans {shown(spans)} do not follow each other")
         end = span.end
     if end != num_tokens:
-        raise wrong(f"its version spans {spans!r} do not cover its {num_tokens} tokens")
+        raise wrong(f"its version spans {shown(spans)} do not cover its {num_tokens} tokens")
     return found

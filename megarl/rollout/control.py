@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from megarl.errors import RolloutError
+from megarl.errors import MALFORMED, RolloutError
 from megarl.types import ServerEndpoint
 
 UNSYNCED_LABEL = "default"  # SGLang's own label for the weights that a server was started with
@@ -66,13 +66,12 @@ async def _status(http: aiohttp.ClientSession, url: str, timeout_s: float) -> in
 
 async def model_info(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> Mapping[str, Any]:
     """What the server serves: `model_path`, `weight_version` and more. Raises RolloutError."""
-    text = await _call(http, "GET", endpoint, "/model_info", endpoint.api_key)
-    return dict(text)
+    return await _object(http, "GET", endpoint, "/model_info", endpoint.api_key)
 
 
 async def server_info(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> Mapping[str, Any]:
     """What the server was started with. Raises RolloutError."""
-    return dict(await _call(http, "GET", endpoint, "/server_info", endpoint.api_key))
+    return await _object(http, "GET", endpoint, "/server_info", endpoint.api_key)
 
 
 async def freeze_gc(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> None:
@@ -102,8 +101,14 @@ async def checksums(
 ) -> list[Mapping[str, str]]:
     """For each rank, SGLang's own checksum of every tensor by its name. Raises RolloutError."""
     path, body = "/weights_checker", {"action": "checksum"}
-    reply = await _call(http, "POST", endpoint, path, endpoint.admin_key, body)
-    return [dict(rank["checksums"]) for rank in reply["ranks"]]
+    reply = await _object(http, "POST", endpoint, path, endpoint.admin_key, body)
+    try:
+        return [dict(rank["checksums"]) for rank in reply["ranks"]]
+    except MALFORMED as error:
+        raise RolloutError(
+            f"{endpoint.name}: {path} answered without checksums of ranks ({error!r}); is it "
+            "SGLang 0.5.23?"
+        ) from error
 
 
 async def spoil_weights(http: aiohttp.ClientSession, endpoint: ServerEndpoint) -> None:
@@ -142,6 +147,24 @@ async def resume_memory(
     await _call(http, "POST", endpoint, path, endpoint.admin_key, {"tags": list(tags)})
 
 
+async def _object(
+    http: aiohttp.ClientSession,
+    method: str,
+    endpoint: ServerEndpoint,
+    path: str,
+    key: str,
+    body: Mapping[str, Any] | None = None,
+) -> Mapping[str, Any]:
+    """The JSON object that the server answers with."""
+    found = await _call(http, method, endpoint, path, key, body)
+    if not isinstance(found, dict):
+        raise RolloutError(
+            f"{endpoint.name}: {path} answered with {type(found).__name__}, not an object; is it "
+            "SGLang 0.5.23?"
+        )
+    return found
+
+
 async def _call(
     http: aiohttp.ClientSession,
     method: str,
@@ -163,6 +186,10 @@ async def _call(
                 )
             is_json = response.content_type == "application/json"
             return await response.json() if is_json else await response.text()
+    except (ValueError, RecursionError) as error:
+        raise RolloutError(
+            f"{endpoint.name}: {path} did not answer with what it says it is: {error}; see its log"
+        ) from error
     except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
         raise RolloutError(
             f"{endpoint.name}: {path} did not answer: {type(error).__name__}: {error}; see its log"

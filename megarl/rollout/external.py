@@ -112,7 +112,8 @@ def problems(config: Config, model: Mapping[str, Any], facts: Mapping[str, Any])
     """What keeps a server that says this of itself from serving the policy."""
     found = []
     shape = read_shape(config.actor.model)
-    served = model.get("architectures") or []
+    architectures = model.get("architectures")
+    served = [str(name) for name in architectures] if isinstance(architectures, list) else []
     folder = str(model.get("model_path"))
     if shape.architecture not in served:
         found.append(

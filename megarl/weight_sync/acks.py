@@ -17,7 +17,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from megarl.errors import NoAnswerError, WeightSyncError, in_words
+from megarl.actor.config_fields import is_integer
+from megarl.errors import MALFORMED, NoAnswerError, WeightSyncError, in_words
 
 _POLL_S = 0.002
 _REASONS_S = 3.0  # for others to say why, once one has refused and the verdict is known
@@ -52,8 +53,12 @@ class Ack:
         """The inverse of `to_json`. Raises WeightSyncError where `text` is none."""
         try:
             fields = json.loads(text)
-            return cls(**{**fields, "sums": tuple(int(s) for s in fields["sums"])})
-        except (ValueError, KeyError, TypeError) as error:
+            ack = cls(**{**fields, "sums": tuple(fields["sums"])})
+            is_one = isinstance(ack.ok, bool) and isinstance(ack.token, str)
+            if not is_one or not all(is_integer(s) and 0 <= s < 2**64 for s in ack.sums):
+                raise TypeError("a field is of another type")
+            return ack
+        except MALFORMED as error:
             raise WeightSyncError(
                 f"{text[:80]!r} is no acknowledgement ({error}); use one version of megarl in "
                 "learner and rollout"

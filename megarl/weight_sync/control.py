@@ -18,7 +18,7 @@ import torch
 
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape
-from megarl.errors import WeightSyncError
+from megarl.errors import MALFORMED, WeightSyncError
 from megarl.float8 import BlockScaling
 from megarl.reshard.arena import Slot
 from megarl.reshard.layout import Layout
@@ -161,7 +161,7 @@ class ControlMessage:
                 fields[side] = tuple(Device(**device) for device in fields[side])
             fields["members"] = tuple(fields["members"])
             return cls(**fields)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except MALFORMED as error:
             raise WeightSyncError(
                 f"{text[:80]!r} is no control message of this version of megarl "
                 f"({type(error).__name__}: {error}); use one version in learner and rollout"

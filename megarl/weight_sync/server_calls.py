@@ -15,7 +15,8 @@ from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any, Literal
 
-from megarl.errors import NoAnswerError, WeightSyncError, in_words
+from megarl.actor.config_fields import is_finite
+from megarl.errors import MALFORMED, NoAnswerError, WeightSyncError, in_words
 from megarl.types import ServerEndpoint
 from megarl.weight_sync.connection import Connection
 
@@ -97,7 +98,7 @@ class ServerCalls:
         reply = self._json("/generate", self._call("POST", "/generate", body, is_admin=False))
         try:
             pairs = [(pair[0], int(pair[1])) for pair in reply["meta_info"]["input_token_logprobs"]]
-        except (KeyError, TypeError, IndexError) as error:
+        except MALFORMED as error:
             raise WeightSyncError(
                 f"/generate answered without input log-probs ({error!r}); is it SGLang 0.5.23?"
             ) from error
@@ -106,7 +107,7 @@ class ServerCalls:
                 f"/generate scored {len(pairs)} tokens that are not the {len(token_ids)} sent"
             )
         for position, (logprob, token) in enumerate(pairs[1:], start=1):
-            if not isinstance(logprob, int | float) or not math.isfinite(logprob):
+            if not is_finite(logprob):
                 raise WeightSyncError(
                     f"the log-prob of token {token} at position {position} is {logprob}"
                 )
@@ -165,7 +166,7 @@ class ServerCalls:
     def _json(self, route: str, text: str) -> Mapping[str, Any]:
         try:
             found = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WeightSyncError(f"{route} did not answer with JSON: {text[:200]!r}") from error
         if not isinstance(found, dict):
             raise WeightSyncError(f"{route} answered with {type(found).__name__}, not an object")

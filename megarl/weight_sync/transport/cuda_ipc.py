@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.errors import WeightSyncError
+from megarl.errors import MALFORMED, WeightSyncError
 from megarl.weight_sync.transport.cuda_driver import Allocation, DeviceMemory, tensor_over
 from megarl.weight_sync.transport.cuda_export import can_export
 from megarl.weight_sync.transport.shared import FOLDER, Arena, ArenaReader, ArenaRef
@@ -74,7 +74,7 @@ class Table:
             gpu, owner, namespace, is_lasting, handles, places = json.loads(text)
             found = tuple(Place(*place) for place in places)
             return Table(gpu, owner, namespace, is_lasting, tuple(handles), found)
-        except (ValueError, TypeError) as error:
+        except MALFORMED as error:
             raise WeightSyncError(
                 f"an arena's table cannot be read ({error}); use one version of megarl in learner "
                 "and rollout"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.errors import WeightSyncError
+from megarl.errors import MALFORMED, WeightSyncError
 from megarl.weight_sync.transport.shared import Arena, ArenaReader, ArenaRef
 
 _ALIGNMENT_BYTES = 64  # a cache line, and enough for any element type
@@ -187,7 +187,7 @@ def _read_table(text: bytes) -> tuple[ArenaRef, tuple[Stretch, ...]]:
     try:
         memory, stretches = json.loads(text)
         return ArenaRef(**memory), tuple(Stretch(*stretch) for stretch in stretches)
-    except (ValueError, TypeError) as error:
+    except MALFORMED as error:
         raise WeightSyncError(
             f"an arena's table cannot be read ({error}); use one version of megarl in learner and "
             "rollout"
