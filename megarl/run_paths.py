@@ -6,6 +6,7 @@ megarl and no engine.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 SETTINGS = "config.toml"
@@ -27,3 +28,21 @@ def version_folder(run_dir: Path, version: int) -> Path:
     'run/rollouts/v000012'
     """
     return run_dir / ROLLOUTS / f"v{version:06d}"
+
+
+def is_version(folder: Path) -> bool:
+    """Whether a folder's name is that of a version, and not of somebody's copy.
+
+    >>> [is_version(Path(name)) for name in ("v000012", "v1000000", "v000012-best", "v000012.partial")]
+    [True, True, False, False]
+    """
+    return re.fullmatch(r"v[0-9]{6,}", folder.name) is not None
+
+
+def version_of(folder: Path) -> int:
+    """The version in the name of a folder, for which `is_version` holds.
+
+    >>> version_of(Path("checkpoints/v000012"))
+    12
+    """
+    return int(folder.name[1:])

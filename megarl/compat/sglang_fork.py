@@ -16,9 +16,12 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
 from megarl.compat.after_import import after_import
+from megarl.linux import libc, set_death_signal
 
 ENGINE_VERSIONS = ("0.5.23",)
 MODULE = "sglang.srt.entrypoints.engine"
@@ -42,10 +45,25 @@ def _wrap(module: Any) -> None:
         set_up(server_args)
         if num_threads() == 1 and not server_args.numa_node:
             multiprocessing.set_start_method("fork", force=True)
-            os.register_at_fork(after_in_child=_spawn)
+            libc()  # not loaded between fork and the child's first line
+            os.register_at_fork(after_in_child=_tie_to(os.getpid()))
 
     module._set_envs_and_config = set_up_and_fork
 
 
-def _spawn() -> None:
-    multiprocessing.set_start_method("spawn", force=True)
+def _tie_to(server: int) -> Callable[[], None]:
+    """What a child does first: spawn what it starts itself, and end when the server ends.
+
+    SGLang asks the kernel for that end only later, and where the server has ended by then, never.
+    """
+    forking = [server]
+
+    def in_child() -> None:
+        multiprocessing.set_start_method("spawn", force=True)
+        parent, forking[0] = forking[0], os.getpid()
+        if parent == server:
+            set_death_signal(signal.SIGKILL)
+            if os.getppid() != server:
+                os._exit(1)
+
+    return in_child

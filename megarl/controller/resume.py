@@ -17,7 +17,7 @@ from typing import Any
 
 from megarl import run_paths
 from megarl.config.schema import Config
-from megarl.errors import CheckpointError
+from megarl.errors import MALFORMED, CheckpointError
 from megarl.learner.client import LearnerClient
 
 COMPLETE = "COMPLETE"
@@ -84,8 +84,9 @@ def _remove(folder: Path) -> None:
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Folders of the complete checkpoints, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"v*/{COMPLETE}") if path.parent.suffix == "")
+    """Folders of the complete checkpoints, oldest first; a copy under another name is none."""
+    found = [path.parent for path in folder.glob(f"v*/{COMPLETE}")]
+    return sorted((path for path in found if run_paths.is_version(path)), key=run_paths.version_of)
 
 
 def newest(run_dir: Path) -> SavedRun | None:
@@ -96,8 +97,10 @@ def newest(run_dir: Path) -> SavedRun | None:
     path = found[-1] / STATE
     try:
         state = json.loads(path.read_text())
-        return SavedRun(int(state["version"]), dict(state["prompts"]), found[-1])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if state["version"] != run_paths.version_of(found[-1]):
+            raise ValueError(f"it is of version {state['version']}")
+        return SavedRun(run_paths.version_of(found[-1]), dict(state["prompts"]), found[-1])
+    except (OSError, *MALFORMED) as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error!r}); remove that folder to continue from an older one"
         ) from error

@@ -155,7 +155,7 @@ def forget_from(loop: Loop, run_dir: Path, version: int) -> None:
     """Drop the numbers and samples of the steps from `version` on, which are done again."""
     dropped = loop.metrics.keep_before(version)
     for folder in (run_dir / run_paths.ROLLOUTS).glob("v*"):
-        if int(folder.name[1:]) >= version:
+        if run_paths.is_version(folder) and run_paths.version_of(folder) >= version:
             shutil.rmtree(folder)
     if dropped or version:
         loop.metrics.event("resume", version=version, steps_done_again=dropped)

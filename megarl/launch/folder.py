@@ -57,7 +57,7 @@ def open_run_folder(config: Config, run_dir: Path) -> Iterator[RunFolder]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / LOCK).open("a+")
+        lock = (run_dir / LOCK).open("a+", errors="replace")
     except OSError as error:
         raise ConfigError(
             f"the run folder {run_dir} cannot be used: {error.strerror}; choose another run.dir"
@@ -93,7 +93,7 @@ def _take(lock: IO[str], run_dir: Path) -> str:
 def _signature(text: str) -> Mapping[str, object]:
     try:
         facts = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) and {"pid", "host", "run_id"} <= facts.keys() else {}
 
@@ -109,7 +109,14 @@ def _check_settings(config: Config, run_dir: Path) -> None:
     """Refuse to continue a run with settings that would make it another one."""
     if not ((run_dir / run_paths.SETTINGS).exists() and has_begun(run_dir)):
         return
-    changed = differing(read_config(run_dir / run_paths.SETTINGS), config)
+    try:
+        old = read_config(run_dir / run_paths.SETTINGS)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{run_dir} holds a run whose settings this version of megarl does not read; continue "
+            f"it with the version that began it, or name a new run: --run.name. {error}"
+        ) from error
+    changed = differing(old, config)
     if changed:
         texts = [f"{name} was {old!r}, is {new!r}" for name, old, new in changed]
         raise ConfigError(

@@ -34,7 +34,7 @@ from megarl.launch.process import Process, describe_status
 from megarl.launch.slurm import SlurmSteps
 from megarl.launch.topology import Topology, make_topology
 from megarl.learner.client import LearnerClient
-from megarl.learner.phases import read_phases
+from megarl.learner.phases import read_phases, remove_old
 from megarl.observe.metrics import read_rows
 from megarl.observe.progress import Progress, end_table
 from megarl.reward.scorer import Scorer
@@ -52,6 +52,7 @@ SHUTDOWN_S = 10.0  # of a learner whose work is done
 CANCEL_S = 3.0  # for the loop to put its things away
 LOG_LINES = 15
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ESTALE)
 ON_CPUS = "on CPUs servers release memory by name only; this shows the order, and frees nothing"
 CONTINUE = "the same command continues from the last checkpoint"
 
@@ -85,10 +86,11 @@ def run_training(config: Config, run_dir: Path) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in OF_DISKS:
             raise
         where = error.filename or run_dir
-        text = f"{where}: cannot be written: {error.strerror}; make room there. {CONTINUE}"
+        remedy = "make room there" if error.errno in NO_ROOM else "mend that"
+        text = f"{where}: cannot be used: {error.strerror}; {remedy}. {CONTINUE}"
         raise LaunchError(text) from error
 
 
@@ -172,7 +174,7 @@ class EngineRun:
         """
         run_dir = self._folder.path
         endpoint = run_dir / run_paths.LEARNER_ENDPOINT
-        endpoint.unlink(missing_ok=True)  # of an earlier start
+        remove_old(run_dir)  # here too: the learner's launcher may end before it does
         seats = self._topology.servers
         servers = ServerPool(
             self._config,
@@ -254,7 +256,9 @@ class EngineRun:
         path = self._folder.path / run_paths.LEARNER_FAILURE
         try:
             facts = json.loads(path.read_text())
-            text = f"{facts['text']}\nlast phase: {facts['verb']}/{facts['phase']}"
+            text = (
+                f"{facts['text']}\nlast phase: {facts['verb'] or 'none'}/{facts['phase'] or 'none'}"
+            )
         except (OSError, ValueError, KeyError):
             where = "+".join(node.name for node in self._topology.learner.nodes)
             last = log_end(process.log_path, LOG_LINES)

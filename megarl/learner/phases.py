@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from megarl import run_paths
 from megarl.linux import memory_bytes
 from megarl.nodes import node_name
 
@@ -124,6 +125,14 @@ def read_phases(logs: Path) -> dict[int, RankPhase]:
             continue
         phases[phase.rank] = phase
     return dict(sorted(phases.items()))
+
+
+def remove_old(run_dir: Path) -> None:
+    """Drop what an earlier learner of this run left: it would be taken for this one's."""
+    for path in (run_dir / run_paths.LOGS).glob("learner-rank*"):
+        path.unlink(missing_ok=True)
+    (run_dir / run_paths.LEARNER_FAILURE).unlink(missing_ok=True)
+    (run_dir / run_paths.LEARNER_ENDPOINT).unlink(missing_ok=True)
 
 
 def describe_late(phases: Mapping[int, RankPhase], world_size: int, sequence: int) -> str:

@@ -69,7 +69,7 @@ def launch(
     logs = run_dir / run_paths.LOGS
     logs.mkdir(parents=True, exist_ok=True)
     if node_rank == 0:
-        _remove_old(run_dir)
+        remove_old(run_dir)
     set_environment(num_nodes)
     oom_kills = cgroup_oom_kills()
     try:
@@ -152,14 +152,6 @@ def end_descendants() -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(left, timeout=SHUTDOWN_S)
-
-
-def _remove_old(run_dir: Path) -> None:
-    """Drop what an earlier learner of this run left: it would be taken for this one's."""
-    for path in (run_dir / run_paths.LOGS).glob("learner-rank*"):
-        path.unlink(missing_ok=True)
-    (run_dir / run_paths.LEARNER_FAILURE).unlink(missing_ok=True)
-    (run_dir / run_paths.LEARNER_ENDPOINT).unlink(missing_ok=True)
 
 
 def main(argv: Sequence[str] | None = None, module: str = "megarl.learner.service") -> int:

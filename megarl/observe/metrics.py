@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl import run_paths
+from megarl.actor.config_fields import is_integer
 
 log = logging.getLogger(__name__)
 Value = float | int | str
@@ -87,14 +88,21 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file of metrics, in order; none where it does not exist."""
+    """The objects of a JSONL file of metrics, in order; none where it does not exist.
+
+    What is no object with a step is left out.
+    """
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and is_integer(row.get("step")):
+            rows.append(row)
+        else:
             log.warning("metrics line dropped file=%s bytes=%d", path, len(line))
     return rows
 

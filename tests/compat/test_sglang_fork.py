@@ -46,6 +46,22 @@ def test_start_method_is_fork_only_where_nothing_is_lost_by_it(
     assert run.stdout.split() == expected
 
 
+KILLED = """
+import os, signal, time
+child = multiprocessing.Process(target=time.sleep, args=(60,))
+child.start()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_child_of_a_server_that_is_killed_ends_with_it() -> None:
+    code = SET_UP.format(threads=1, numa_node=None) + KILLED
+    # it returns when nobody has the pipe any more
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert run.returncode == -9
+    assert run.stdout.split() == ["fork", "spawn"]
+
+
 def test_engine_has_the_function_that_is_wrapped_and_spawns_by_itself() -> None:
     sglang = importlib.util.find_spec("sglang")  # its own import would take seconds
     assert sglang is not None and sglang.submodule_search_locations

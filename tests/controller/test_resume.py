@@ -1,16 +1,20 @@
 """Checkpoints are whole or do not exist, and the newest whole one is continued from."""
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
 
 from megarl.config.schema import Config
 from megarl.controller import resume
 from megarl.controller.resume import Checkpoints, newest, whole_checkpoints
 from megarl.errors import CheckpointError, LearnerError
 from megarl.learner.client import LearnerClient
+from tests.hostile import SEEDED, hurt
 
 
 class SavingLearner:
@@ -101,3 +105,44 @@ def test_checkpoint_whose_removal_was_cut_short_does_not_count(
     with pytest.raises(KeyboardInterrupt):
         resume._remove(tmp_path / "checkpoints/v000002")
     assert newest(tmp_path) is None
+
+
+def test_copy_of_a_checkpoint_is_neither_continued_from_nor_removed(tmp_path: Path) -> None:
+    saver, _ = checkpoints(tmp_path, keep=1)
+    asyncio.run(saver.save(2, {}))
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "v000002", folder / "v000002-best")
+    shutil.copytree(folder / "v000002", folder / "vbest")
+    asyncio.run(saver.save(4, {}))
+    assert [path.name for path in whole_checkpoints(folder)] == ["v000004"]
+    assert (folder / "v000002-best" / "COMPLETE").exists()
+    saved = newest(tmp_path)
+    assert saved is not None and saved.version == 4
+
+
+def test_version_of_seven_digits_is_newer_than_one_of_six(tmp_path: Path) -> None:
+    for version in (999_999, 1_000_000):
+        folder = tmp_path / f"v{version:06d}"
+        folder.mkdir()
+        (folder / "COMPLETE").touch()
+    assert whole_checkpoints(tmp_path)[-1].name == "v1000000"
+
+
+STATE = {"version": 4, "prompts": {"pass": 0, "position": 3}}
+
+
+@SEEDED
+@given(hurt(STATE))
+def test_any_state_of_a_checkpoint_is_that_of_its_folder_or_named(
+    tmp_path: Path, state: Any
+) -> None:
+    folder = tmp_path / "checkpoints" / "v000004"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "COMPLETE").touch()
+    (folder / "state.json").write_text(json.dumps(state))
+    try:
+        saved = newest(tmp_path)
+    except CheckpointError as error:
+        assert "v000004/state.json: cannot be read" in str(error)
+        return
+    assert saved is not None and saved.version == 4 and isinstance(saved.prompts, dict)

@@ -86,3 +86,26 @@ def test_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
         open_run_folder(config(), tmp_path / "file" / "run"),
     ):
         pass
+
+
+def test_run_of_another_version_of_megarl_is_refused_with_what_is_not_known(tmp_path: Path) -> None:
+    begin(tmp_path, config())
+    text = (tmp_path / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(text.replace("[run]", "[run]\nsed = 3", 1))
+    with (
+        pytest.raises(ConfigError, match=r"this version of megarl does not read.*run\.sed"),
+        open_run_folder(config(), tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "null", "[1]", '{"pid": 1}', "[" * 100_000, "\udcff"])
+def test_broken_lock_file_of_an_earlier_start_is_taken_over(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.lock").write_text(text, errors="surrogateescape")
+    with open_run_folder(config(), tmp_path) as folder:
+        assert folder.earlier_run_id == ""
+
+
+def test_folder_whose_name_has_spaces_and_letters_of_all_kinds_is_used(tmp_path: Path) -> None:
+    with open_run_folder(config(), tmp_path / "läufe 実験" / "a b'c\"") as folder:
+        assert (folder.path / "config.toml").is_file()

@@ -107,7 +107,7 @@ def test_learner_that_dies_without_an_account_is_told_from_its_log(run: Run) -> 
 def test_full_disk_is_told_with_the_folder_and_what_to_do(run: Run) -> None:
     status, stderr = run.end(limit_s=30)
     assert status == 1
-    assert f"LaunchError: {run.run_dir}: cannot be written: No space left on device" in stderr
+    assert f"LaunchError: {run.run_dir}: cannot be used: No space left on device" in stderr
     assert "continues from the last checkpoint" in stderr
 
 

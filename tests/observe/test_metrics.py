@@ -76,3 +76,12 @@ def test_wandb_offline_writes_into_the_run_folder_without_network(tmp_path: Path
     write_steps(log, 2)
     run.close()
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def test_lines_that_are_no_steps_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": 0}', b"5", b"null", b"\xff\x00", b"{}", b'{"step": "1"}', b'{"step": 1']
+    path.write_bytes(b"\n".join([*lines, b"[" * 100_000, b'{"step": 1, "older": "column"}']))
+    assert [row["step"] for row in read_rows(path)] == [0, 1]
+    assert MetricsLog(tmp_path).keep_before(1) == 1
+    assert path.read_text() == '{"step": 0}\n'
