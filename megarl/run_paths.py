@@ -33,8 +33,8 @@ def version_folder(run_dir: Path, version: int) -> Path:
 def is_version(folder: Path) -> bool:
     """Whether a folder's name is that of a version, and not of somebody's copy.
 
-    >>> [is_version(Path(name)) for name in ("v000012", "v1000000", "v000012-best", "v000012.partial")]
-    [True, True, False, False]
+    >>> [is_version(Path(name)) for name in ("v000012", "v1000000", "v000012-best")]
+    [True, True, False]
     """
     return re.fullmatch(r"v[0-9]{6,}", folder.name) is not None
 

@@ -256,9 +256,8 @@ class EngineRun:
         path = self._folder.path / run_paths.LEARNER_FAILURE
         try:
             facts = json.loads(path.read_text())
-            text = (
-                f"{facts['text']}\nlast phase: {facts['verb'] or 'none'}/{facts['phase'] or 'none'}"
-            )
+            last = f"{facts['verb']}/{facts['phase']}" if facts["verb"] else "none, it was starting"
+            text = f"{facts['text']}\nlast phase: {last}"
         except (OSError, ValueError, KeyError):
             where = "+".join(node.name for node in self._topology.learner.nodes)
             last = log_end(process.log_path, LOG_LINES)

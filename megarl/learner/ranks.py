@@ -26,7 +26,7 @@ from megarl.config.load import read_config
 from megarl.config.schema import Config
 from megarl.learner.failure import Exit, cgroup_oom_kills, describe, first_failure, memory_now
 from megarl.learner.parent import PARENT_PID, die_with_parent, leave
-from megarl.learner.phases import read_phases, write_json
+from megarl.learner.phases import read_phases, remove_old, write_json
 from megarl.linux import adopt_orphans
 from megarl.nodes import node_name
 

@@ -133,9 +133,7 @@ STATE = {"version": 4, "prompts": {"pass": 0, "position": 3}}
 
 @SEEDED
 @given(hurt(STATE))
-def test_any_state_of_a_checkpoint_is_that_of_its_folder_or_named(
-    tmp_path: Path, state: Any
-) -> None:
+def test_any_state_of_a_checkpoint_is_its_folders_or_is_named(tmp_path: Path, state: Any) -> None:
     folder = tmp_path / "checkpoints" / "v000004"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "COMPLETE").touch()

@@ -88,7 +88,7 @@ def controller(run_dir: Path, behavior: str) -> int:
     if behavior != "wrong reward":
         run.Scorer = lambda config: contextlib.nullcontext()  # type: ignore[assignment,misc]
     run.SHUTDOWN_S = 0.1
-    run_dir.mkdir()
+    run_dir.mkdir(exist_ok=True)
     python = run_dir / "python"
     python.write_text(
         f"#!/bin/sh\nexec {sys.executable} {__file__} {run_dir} '{behavior}' learner\n"

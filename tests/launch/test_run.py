@@ -103,6 +103,15 @@ def test_learner_that_dies_without_an_account_is_told_from_its_log(run: Run) -> 
     assert "last words" in stderr
 
 
+def test_account_of_an_earlier_start_is_not_told_as_this_ones(tmp_path: Path) -> None:
+    failure = tmp_path / "run" / "logs" / "learner-failure.json"
+    failure.parent.mkdir(parents=True)
+    failure.write_text(json.dumps({"text": "of old", "verb": "step", "phase": "forward"}))
+    status, stderr = Run(tmp_path / "run", "learner dies silently").end(limit_s=60)
+    assert status == 1
+    assert "without an account" in stderr and "of old" not in stderr
+
+
 @pytest.mark.parametrize("run", ["disk full"], indirect=True)
 def test_full_disk_is_told_with_the_folder_and_what_to_do(run: Run) -> None:
     status, stderr = run.end(limit_s=30)
