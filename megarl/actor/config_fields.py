@@ -34,7 +34,7 @@ def read_json(path: Path, required: bool) -> dict[str, object]:
     if not os.path.isdir(path.parent):
         raise ModelError(
             f"model folder {path.parent} does not exist; set actor.model to the folder of a "
-            "Hugging Face checkpoint"
+            "Hugging Face checkpoint (nothing is downloaded by a name)"
         )
     if not os.path.isfile(path):
         if not required:

@@ -105,15 +105,33 @@ def nearest_name(unknown: str) -> str | None:
 
 
 def unknown_text(name: str, source: str) -> str:
-    """What a user reads about a name that is no setting. `source` says where it stood."""
+    """What a user reads about a name that is no setting. `source` says where it stood.
+
+    >>> unknown_text("loop.steps", "my.toml")
+    'loop.steps (my.toml): there is no such setting; [loop] has versions, max_staleness'
+    """
     nearest = nearest_name(name)
-    if nearest is None:
+    group, _, last = name.rpartition(".")
+    inside = [known.name.rpartition(".")[2] for known in _settings_of(group)]
+    if inside and (nearest is None or not _alike(last, nearest.rpartition(".")[2])):
+        hint = f"[{group}] has {', '.join(inside)}"
+    elif nearest is None:
         hint = "`megarl help` lists all settings"
     elif nearest in group_names():
         hint = f"the nearest is the group {nearest}; `megarl help {nearest}` lists it"
     else:
         hint = f"the nearest is {nearest}"
     return f"{name} ({source}): there is no such setting; {hint}"
+
+
+def _settings_of(group: str) -> tuple[Setting, ...]:
+    return next((known.settings for known in setting_groups() if known.name == group), ())
+
+
+def _alike(word: str, other: str) -> bool:
+    """Whether one may be a slip, or the beginning, of the other."""
+    start = other[: len(word)]
+    return max(difflib.SequenceMatcher(None, word, end).ratio() for end in (other, start)) > 0.7
 
 
 def _collect(model: type[BaseModel], prefix: str, into: list[SettingGroup]) -> None:

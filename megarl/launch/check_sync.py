@@ -61,7 +61,13 @@ def _can_write(config: Config) -> str:
         return "servers of rollout.urls say at start what they are"
     device = "cpu" if config.launch.device == "cpu" else "cuda"
     row = planned(config, read_shape(config.actor.model).architecture, device)
-    return f"{row.verdict} for SGLang {SGLANG_VERSION} on {device}: {row.why}"
+    text = f"{row.verdict} for SGLang {SGLANG_VERSION} on {device}: {row.why}"
+    if config.launch.device == "auto":
+        text += (
+            "\ndevice    launch.device = auto is planned as cuda; where the run finds no GPU it is "
+            "cpu: give --launch.device cpu to see that"
+        )
+    return text
 
 
 def run_check_sync(config: Config) -> tuple[int, str]:

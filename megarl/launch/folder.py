@@ -29,7 +29,16 @@ from megarl.learner.phases import write_json
 
 LOCK = "run.lock"
 # What may differ when a run is continued: how long and where it runs, not what it computes.
-CHANGEABLE = ("loop.versions", "checkpoint.keep", "run.dir", "run.name")
+CHANGEABLE = (
+    "loop.versions",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "run.dir",
+    "run.name",
+    "weight_sync.mode",
+    "weight_sync.hf_route",
+    "weight_sync.disk_dir",
+)
 CHANGEABLE_GROUPS = ("deadline.", "launch.", "observe.")
 
 

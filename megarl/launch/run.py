@@ -82,7 +82,10 @@ def run_training(config: Config, run_dir: Path) -> int:
             async def work(learner: LearnerClient, servers: ServerPool) -> None:
                 await train(config, run_dir, inputs, reward, learner, servers)
 
-            return asyncio.run(EngineRun(config, folder, topology, work, before=reward).run())
+            status = asyncio.run(EngineRun(config, folder, topology, work, before=reward).run())
+            if status:
+                Progress(config.loop.versions).note(_how_to_go_on(run_dir))
+            return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except OSError as error:
@@ -92,6 +95,13 @@ def run_training(config: Config, run_dir: Path) -> int:
         remedy = "make room there" if error.errno in NO_ROOM else "mend that"
         text = f"{where}: cannot be used: {error.strerror}; {remedy}. {CONTINUE}"
         raise LaunchError(text) from error
+
+
+def _how_to_go_on(run_dir: Path) -> str:
+    version = finished_version(run_dir)
+    if version:
+        return f"ended; the same command continues from version {version}, the last checkpoint"
+    return "ended; the same command starts anew, as no checkpoint was saved (checkpoint.every)"
 
 
 def logging_to(path: Path) -> None:

@@ -228,7 +228,10 @@ def _place_on_gpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[S
     num_learner_nodes = -(-ranks // per_node) if per_node else 0
     is_too_wide = tp > per_node and not is_colocated and config.started_servers > 0
     if not per_node or num_learner_nodes > len(nodes) or is_too_wide:
-        raise ConfigError(f"the run needs {need}, the job has {have}; ask for more, or run smaller")
+        raise ConfigError(
+            f"the run needs {need}, there is {have}; ask for more, run smaller, or set "
+            "launch.device = cpu"
+        )
     if ranks % num_learner_nodes:
         raise ConfigError(
             f"{ranks} learner ranks do not split evenly over {num_learner_nodes} nodes "
@@ -244,7 +247,7 @@ def _place_on_gpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[S
     free += [(node, start) for node in learner.nodes for start in _slots(on_each, per_node, tp)]
     if len(free) < config.started_servers:
         raise ConfigError(
-            f"the run needs {need}, the job has {have}, with room for {len(free)} server(s) "
+            f"the run needs {need}, there is {have}, with room for {len(free)} server(s) "
             f"of tp {tp} beside the learner; ask for more nodes, or lower rollout.servers"
         )
     taken = free[: config.started_servers]

@@ -63,6 +63,9 @@ def progress_line(values: Mapping[str, Any], total: int) -> str:
     ...     "tokens/generated_per_s": 2048.2, "buffer/staleness": 0,
     ...     "mismatch/mean_abs_logprob": 2.1e-07}, 300)
     'step 5/300  reward 0.250  0.50 s (rollout 0.30)  2048 tok/s  stale 0  mismatch 2.1e-07'
+    >>> progress_line({"step": 0, "time/step_s": 0.5, "reward/failed": 0.5, "reward/timeout": 0.25},
+    ...     9)
+    'step 1/9  reward   -    0.50 s ()  0 tok/s  stale 0  no reward for 75%'
     """
     seconds = {stage: values.get(f"time/{stage}_s") for stage in STAGES}
     times = " ".join(f"{stage} {took_s:.2f}" for stage, took_s in seconds.items() if took_s)
@@ -76,6 +79,8 @@ def progress_line(values: Mapping[str, Any], total: int) -> str:
     ]
     if "mismatch/mean_abs_logprob" in values:
         parts.append(f"mismatch {values['mismatch/mean_abs_logprob']:.1e}")
+    if lost := values.get("reward/failed", 0.0) + values.get("reward/timeout", 0.0):
+        parts.append(f"no reward for {lost:.0%}")
     if "eval/accuracy" in values:
         parts.append(f"accuracy {values['eval/accuracy']:.3f}")
     return "  ".join(parts)
@@ -96,6 +101,9 @@ def end_table(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
         f"{f'mean reward, {steps} steps':<34}{_mean(rewards[:steps]):>10}"
         f"{_mean(rewards[len(rewards) - steps :]):>10}",
     ]
+    lost = [row.get("reward/failed", 0.0) + row.get("reward/timeout", 0.0) for row in rows]
+    if any(lost):
+        lines.append(f"{'share of samples without a reward':<34}{_mean(lost):>20}")
     if accuracies:
         lines.append(
             f"{'greedy accuracy, held out':<34}{accuracies[0]:>10.3f}{accuracies[-1]:>10.3f}"

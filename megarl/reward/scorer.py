@@ -7,6 +7,7 @@ Knows nothing of processes (`pool.py`), of advantages, or of the batch.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
@@ -17,6 +18,8 @@ from megarl.errors import ConfigError, RewardError
 from megarl.reward.pool import ScoringPool
 from megarl.reward.worker import ScorerSpec
 from megarl.types import Group, Reward
+
+log = logging.getLogger(__name__)
 
 
 class Scorer:
@@ -37,6 +40,7 @@ class Scorer:
         )
         self._max_lost_in_a_row = config.samples_per_step
         self._lost_in_a_row: list[Reward] = []
+        self._num_lost = 0
 
     async def start(self) -> None:
         """Start the processes. Raises ConfigError where the scorer cannot be made."""
@@ -92,10 +96,22 @@ class Scorer:
         return reward
 
     def _count(self, reward: Reward) -> None:
-        """End the run where a whole step's worth of samples was lost: there is nothing to learn."""
+        """Tell of a lost sample, and end the run where a whole step's worth was: nothing is left.
+
+        The 1st, 2nd, 4th, 8th, ... that is lost is told of with its reason, so that no run is
+        flooded.
+        """
         if reward.state == "value":
             self._lost_in_a_row.clear()
             return
+        self._num_lost += 1
+        if self._num_lost.bit_count() == 1:
+            log.warning(
+                "sample left out, its reward is lost state=%s lost_so_far=%d reason=%s",
+                reward.state,
+                self._num_lost,
+                reward.reason,
+            )
         self._lost_in_a_row.append(reward)
         if len(self._lost_in_a_row) >= self._max_lost_in_a_row:
             states = [lost.state for lost in self._lost_in_a_row]

@@ -87,6 +87,13 @@ def test_unknown_setting_on_the_command_line_is_named_with_the_nearest(place) ->
     )
 
 
+@pytest.mark.parametrize("word", ["learning_rate", "schedule"])
+def test_unknown_setting_of_a_group_that_has_none_alike_gets_the_group_listed(place, word) -> None:
+    text = place.violation(f"--learner.optimizer.{word}", "2")
+    assert text.startswith(f"learner.optimizer.{word} (command line): there is no such setting; ")
+    assert "[learner.optimizer] has lr, warmup_steps, weight_decay" in text
+
+
 @pytest.mark.parametrize(
     ("argument", "text"),
     [
@@ -100,7 +107,8 @@ def test_unknown_setting_on_the_command_line_is_named_with_the_nearest(place) ->
         ("--loop.max_staleness=2", "loop.max_staleness = 2 (command line): expected `0`"),
         (
             "--rollout.sampling.stop=a",
-            'rollout.sampling.stop = "a" (command line): expected list of texts',
+            'rollout.sampling.stop = "a" (command line): expected list of texts, '
+            'such as ["a", "b"]',
         ),
         (
             "--rollout.engine_args.x=[1]",

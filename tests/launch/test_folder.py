@@ -65,7 +65,8 @@ def test_continuing_longer_and_elsewhere_is_allowed(tmp_path: Path) -> None:
         loop={"versions": 500},
         launch={"kind": "local"},
         deadline={"sync_s": 5.0},
-        checkpoint={"keep": 9},
+        checkpoint={"keep": 9, "every": 3},
+        weight_sync={"mode": "hf"},
         observe={"wandb": "off"},
     )
     begin(tmp_path, more)

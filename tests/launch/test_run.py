@@ -52,8 +52,9 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
 def test_signal_ends_the_run_and_everything_of_it(run: Run, signum: int) -> None:
     below = run.until_running()
     run.process.send_signal(signum)
-    status, _ = run.end(limit_s=15)
+    status, stderr = run.end(limit_s=15)
     assert status == 128 + signum
+    assert "ended; the same command starts anew, as no checkpoint was saved" in stderr
     assert are_gone(below)
     assert not list(Path("/dev/shm").glob(f"megarl_{run_id(run)}_*"))
 

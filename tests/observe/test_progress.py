@@ -3,7 +3,7 @@
 import io
 from pathlib import Path
 
-from megarl.observe.progress import Progress, end_table
+from megarl.observe.progress import Progress, end_table, progress_line
 
 ROW = {
     "step": 0,
@@ -73,3 +73,12 @@ def test_table_of_a_short_run_compares_its_two_halves() -> None:
 def test_table_of_a_run_without_any_reward_says_so_instead_of_failing() -> None:
     table = end_table([{"step": 0, "time/step_s": 1.0}], Path("runs/x"))
     assert "-" in table.splitlines()[1]
+
+
+def test_samples_without_a_reward_show_in_line_and_table_only_where_there_are_any() -> None:
+    lost = {**ROW, "reward/failed": 0.25, "reward/timeout": 0.25}
+    assert "no reward for 50%" in progress_line(lost, 2)
+    assert "no reward" not in progress_line({**ROW, "reward/failed": 0.0}, 2)
+    row = end_table([lost, ROW], Path("runs/x")).splitlines()[2]
+    assert row.split() == ["share", "of", "samples", "without", "a", "reward", "0.250"]
+    assert "without a reward" not in end_table([ROW], Path("runs/x"))

@@ -192,6 +192,18 @@ async def test_step_without_any_reward_ends_the_run_with_count_and_first_reason(
             await scorer.score(group(["a"] * 4))
 
 
+async def test_lost_rewards_are_told_of_with_their_reasons_without_flooding(
+    user_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config("function", function=f"{user_file}:score", attempts=1)
+    async with Scorer(settings) as scorer:
+        await scorer.score(group(["yes", "raise", *["none"] * 9]))
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition("lost_so_far=")[2].split()[0] for text in told] == ["1", "2", "4", "8"]
+    assert "state=failed" in told[0] and "KeyError: 'no such key' (" in told[0]
+    assert "returned None" in told[3]
+
+
 async def test_one_value_in_a_step_keeps_the_run_going(user_file: Path) -> None:
     settings = config("function", function=f"{user_file}:score", samples=3, attempts=1)
     async with Scorer(settings) as scorer:
@@ -219,7 +231,7 @@ async def test_cancelled_score_does_not_spoil_the_next(user_file: Path) -> None:
 def test_scoring_process_dies_with_its_controller(user_file: Path) -> None:
     code = f"""
     import asyncio, os, signal
-    from tests.reward.test_base import config, group
+    from tests.reward.test_scorer import config, group
     from megarl.reward.scorer import Scorer
 
     async def main():

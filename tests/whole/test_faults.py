@@ -106,4 +106,5 @@ def test_interrupted_run_is_gone_within_fifteen_seconds_and_resumes(
     while run.processes() or own_shm(before):
         assert time.monotonic() - interrupted_s < 15, (run.processes(), own_shm(before))
         time.sleep(0.1)
+    assert "ended; the same command continues from version" in run.output
     assert "Traceback" not in run.output
