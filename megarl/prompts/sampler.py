@@ -88,8 +88,11 @@ class PromptSampler:
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    """What the prompts are, in a few letters: ids, token ids and answers."""
+    """What the prompts are, in a few letters: ids, texts and answers.
+
+    Not their tokens: a chat template may name the day, and a run goes on the day after.
+    """
     hashed = hashlib.sha256()
     for prompt in prompts:
-        hashed.update(repr((prompt.prompt_id, prompt.prompt_ids, prompt.answer)).encode())
+        hashed.update(repr((prompt.prompt_id, prompt.text, prompt.answer)).encode())
     return hashed.hexdigest()[:16]

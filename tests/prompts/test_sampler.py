@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -74,6 +75,15 @@ def test_cursor_of_other_prompts_or_another_seed_is_refused() -> None:
     changed = [*prompts(2), Prompt("p2", (7,), "", "")]
     with pytest.raises(CheckpointError, match="digest"):
         PromptSampler(changed, seed=0).restore(state)
+
+
+def test_cursor_holds_on_another_day_whose_name_the_chat_template_writes() -> None:
+    sampler = PromptSampler(prompts(3), seed=0)
+    sampler.draw(2)
+    other = [replace(prompt, prompt_ids=(9, *prompt.prompt_ids)) for prompt in prompts(3)]
+    restored = PromptSampler(other, seed=0)
+    restored.restore(sampler.state())
+    assert names(restored.draw(5)) == names(sampler.draw(5))
 
 
 def test_broken_cursor_is_refused() -> None:
