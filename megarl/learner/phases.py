@@ -7,6 +7,7 @@ when a verb is late. Imports neither torch nor megatron, and knows nothing of wh
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import threading
@@ -18,6 +19,8 @@ from pathlib import Path
 from megarl import run_paths
 from megarl.linux import memory_bytes
 from megarl.nodes import node_name
+
+log = logging.getLogger(__name__)
 
 IDLE = "idle"
 
@@ -103,7 +106,10 @@ class PhaseFile:
             self._write(self.current)
 
     def _write(self, phase: RankPhase) -> None:
-        write_json(self._path, asdict(phase))
+        try:
+            write_json(self._path, asdict(phase))
+        except OSError as error:  # a full disk: whoever saves says so, and is not to die of this
+            log.warning("phase not written file=%s error=%s", self._path, error)
 
 
 def phase_path(logs: Path, rank: int) -> Path:

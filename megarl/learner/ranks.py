@@ -7,6 +7,7 @@ from a checkpoint. Knows nothing of verbs. When it ends, nothing that it started
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -140,7 +141,8 @@ def report(exits: dict[int, Exit], run_dir: Path, oom_kills_before: int) -> None
     failure = describe(rank, end, phase, node_name(os.environ), memory, time.time())
     log.error("%s", failure.text)
     if not path.exists():
-        write_json(path, failure.facts())
+        with contextlib.suppress(OSError):  # a full disk; the log has it, where that had room
+            write_json(path, failure.facts())
 
 
 def end_descendants() -> None:

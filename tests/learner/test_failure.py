@@ -1,6 +1,7 @@
 """Examples in the service's pure modules, and the account of a failed rank."""
 
 import doctest
+import shutil
 
 import pytest
 
@@ -34,6 +35,14 @@ def test_half_written_and_foreign_phase_files_are_left_out(tmp_path) -> None:
     (tmp_path / "learner-rank1.phase").write_text('{"rank": 1')
     (tmp_path / "learner-rank2.phase.77.tmp").write_text("{}")
     assert list(read_phases(tmp_path)) == [0]
+
+
+def test_phase_that_cannot_be_written_does_not_end_the_rank(tmp_path) -> None:
+    phases = PhaseFile(tmp_path / "logs", rank=0)
+    shutil.rmtree(tmp_path / "logs")
+    phases.begin("save", 3)
+    phases.fail("no space left", lost_peer=False)
+    assert phases.current.place == "save/begin" and phases.current.error == "no space left"
 
 
 def test_account_of_a_killed_rank_names_rank_host_signal_phase_and_memory(tmp_path) -> None:
