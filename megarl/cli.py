@@ -86,6 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MegarlError as error:
         _complain([str(error)])
         return error.exit_status
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "megarl":
+            raise
+        _complain([f"the package {error.name} is not installed here; `make venv` installs it all"])
+        return 1
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -253,3 +253,17 @@ def test_output_into_a_full_disk_is_one_line_and_status_1(arguments: str) -> Non
     assert (
         answer.stderr == "megarl: stdout: No space left on device; write to a place that has room\n"
     )
+
+
+def test_missing_package_is_named_with_what_installs_it(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "megarl.launch.run", None)  # as where none of its own is there
+    with pytest.raises(ModuleNotFoundError):  # our own module: a bug, which keeps its traceback
+        main(["train", EXAMPLE])
+    monkeypatch.delitem(sys.modules, "megarl.launch.run")
+    monkeypatch.delitem(sys.modules, "megarl.learner.client", raising=False)
+    monkeypatch.delitem(sys.modules, "megarl.controller.colocated", raising=False)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert main(["train", EXAMPLE]) == 1
+    assert "megarl: the package aiohttp is not installed here; `make venv`" in (
+        capsys.readouterr().err
+    )
