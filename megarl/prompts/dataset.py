@@ -103,7 +103,7 @@ def _object(place: str, line: bytes) -> dict[str, object]:
         ) from error
     except ValueError as error:  # the one limit that Python's reader has besides
         raise DataError(
-            f"{place}: an integer of thousands of digits; write it as a text"
+            f"{place}: an integer has thousands of digits; write it as a text"
         ) from error
     except RecursionError as error:
         raise _too_deep(place) from error
