@@ -70,6 +70,10 @@ class Learner:
             raise RuntimeError(f"a learner rank ended while it published {version}; see above")
         return [json.loads(line) for line in lines]
 
+    def gather(self) -> float:
+        """Seconds until rank 0 has had every whole tensor, as a sender of whole tensors must."""
+        return max(answer["took_s"] for answer in self.publish(0, (), gather=True))
+
     def __enter__(self) -> Learner:
         return self
 
@@ -93,6 +97,7 @@ def main(name: str, cache: str, staging: str, rank: int, port: int) -> None:
 
     from benchmarks.sync.counting import LOADER, counted, counted_requests
     from megarl.weight_sync import exchange
+    from megarl.weight_sync.full import FullPolicy
     from megarl.weight_sync.session import WeightSync
 
     case = CASES[name](Path(cache))
@@ -122,6 +127,16 @@ def main(name: str, cache: str, staging: str, rank: int, port: int) -> None:
         report = sync.publish(order["version"], servers)
         return {"start": start, "end": time.perf_counter(), "report": asdict(report)}
 
+    policy = FullPolicy(
+        case.shape, sync.sender.layout, rank, weights, "fp32", group=dist.group.WORLD
+    )
+
+    def gather() -> dict[str, Any]:
+        start = time.perf_counter()
+        for _ in policy.stream():
+            pass
+        return {"took_s": time.perf_counter() - start}
+
     usual = exchange.LOAD_FORMAT
     for line in sys.stdin:
         order = json.loads(line)
@@ -134,6 +149,8 @@ def main(name: str, cache: str, staging: str, rank: int, port: int) -> None:
                 answer = publish(order)
             answer |= {"num_calls": calls.num_calls, "routes": requests}
             exchange.LOAD_FORMAT = usual
+        elif order.get("gather"):
+            answer = gather()
         else:
             answer = publish(order)
         print(json.dumps(answer), flush=True)

@@ -62,6 +62,7 @@ class Measured:
     stall_s: list[float] = field(default_factory=list)
     stock_tensor_s: list[float] = field(default_factory=list)
     stock_distributed_s: list[float] = field(default_factory=list)
+    gather_s: list[float] = field(default_factory=list)
     probe_s: list[float] = field(default_factory=list)
     counted: Counted | None = None
 
@@ -105,6 +106,7 @@ def _measure(
             measured.probe_s = [server.score(range(1, 18)) for _ in range(num_syncs)]
             measured.stall_s = _stalls(learner, server, versions, num_syncs)
             measured.counted = _count(learner, server, next(versions), counts)
+            measured.gather_s = [learner.gather() for _ in range(1 + num_stock_syncs)][1:]
         del copy
         measured.stock_tensor_s = stock.by_tensor(server, case, num_stock_syncs)
         measured.stock_distributed_s = stock.by_broadcast(server, case, num_stock_syncs)

@@ -1,7 +1,7 @@
 """SGLang's own two ways to take new weights: whole tensors over HTTP, and a broadcast over Gloo.
 
 Both get whole tensors by their Hugging Face names, as their senders have them after gathering all
-shards; gathering is not counted. Neither verifies anything.
+shards, which is timed apart from these (`Learner.gather`). Neither verifies anything.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ def measured() -> Measured:
         stall_s=[0.5, 2.5, 0.75],
         stock_tensor_s=[30.0],
         stock_distributed_s=[3.0, 6.0],
+        gather_s=[1.5],
         counted=Counted((100, 50), (70,), ("/pause_generation", "/continue_generation"), 4),
     )
 
@@ -48,6 +49,7 @@ def test_ratios_are_of_medians_and_what_staging_and_verdict_take_is_counted(
         "rollout_stall_s": 0.75,
     }
     assert result["first_token_s"] == pytest.approx(1.75)
+    assert result["sync_over_gathered_distributed"] == pytest.approx(0.25)
     json.dumps(result)
 
 
