@@ -144,7 +144,7 @@ class Bench:
         for server in self._servers:
             if scenario.kind in ("server hang", "server stop") and server is hurt:
                 continue
-            assert server.drain(LONG_S), f"{server.endpoint.name} is held up"
+            assert server.drain(limit_s), f"{server.endpoint.name} is held up"
         for server in self._servers:
             claims = {version: results.get(server.endpoint.name)}
             if self._other_version:
