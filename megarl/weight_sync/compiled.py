@@ -1,7 +1,8 @@
-"""The checksum's inner loop in C, where setup.py could compile it.
+"""The checksum's inner loop and a copy past the caches in C, where setup.py could compile them.
 
 Owns finding and calling the library that is made of `sums.c`. Without it (no C compiler at install)
-`checksum` does the same in numpy, several times slower. Calls release Python's lock.
+`checksum` does the same in numpy, several times slower, and torch copies. Calls release Python's
+lock.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ class Library:
     """The functions in the library at `path`. Raises OSError or AttributeError where it is none."""
 
     def __init__(self, path: Path) -> None:
-        self._sum_boxes = ctypes.CDLL(str(path)).megarl_sum_boxes
+        library = ctypes.CDLL(str(path))
+        self._copy = library.megarl_copy
+        self._copy.restype = None
+        self._copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        self._sum_boxes = library.megarl_sum_boxes
         self._sum_boxes.restype = None
         self._sum_boxes.argtypes = (
             ctypes.c_void_p,
@@ -38,6 +43,10 @@ class Library:
             ctypes.c_void_p,
             ctypes.c_void_p,
         )
+
+    def copy(self, destination: int, source: int, num_bytes: int) -> None:
+        """Copy between two addresses, for copies of more than the caches hold."""
+        self._copy(destination, source, num_bytes)
 
     def sum_boxes(self, table: Table) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
         """The checksum of each box, and whether it has an element that is not finite: both [N].

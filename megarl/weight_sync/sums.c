@@ -1,10 +1,14 @@
-/* The inner loop of checksum.py, which has the definition; compiled.py calls it. One pass over the
-   bytes also says whether all of them are finite numbers.
+/* The inner loop of checksum.py, which has the definition, and a copy that goes past the caches;
+   compiled.py calls both. One pass over the bytes also says whether all of them are finite numbers.
 
    Plain C without Python.h. The caller has checked every argument. */
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #define CHUNK 32768
 #define LANES 32 /* independent sums, for the compiler to keep in vector registers */
@@ -99,4 +103,28 @@ void megarl_sum_boxes(const struct box *boxes, size_t n, uint64_t *sums, uint8_t
         sums[i] = boxes[i].itemsize == 1   ? runs_u8(&boxes[i], &not_finite[i])
                   : boxes[i].itemsize == 2 ? runs_u16(&boxes[i], &not_finite[i])
                                            : runs_u32(&boxes[i], &not_finite[i]);
+}
+
+/* Copy n bytes, for more than the caches hold: what is written is not read first, as a plain store to
+   memory would have it, and pushes nothing out. */
+void megarl_copy(char *to, const char *from, size_t n) {
+#ifdef __SSE2__
+    size_t head = (size_t)(-(uintptr_t)to & 15);
+    if (n >= 64 + head) {
+        memcpy(to, from, head);
+        to += head, from += head, n -= head;
+        for (; n >= 64; to += 64, from += 64, n -= 64) {
+            __m128i a = _mm_loadu_si128((const __m128i *)from);
+            __m128i b = _mm_loadu_si128((const __m128i *)(from + 16));
+            __m128i c = _mm_loadu_si128((const __m128i *)(from + 32));
+            __m128i d = _mm_loadu_si128((const __m128i *)(from + 48));
+            _mm_stream_si128((__m128i *)to, a);
+            _mm_stream_si128((__m128i *)(to + 16), b);
+            _mm_stream_si128((__m128i *)(to + 32), c);
+            _mm_stream_si128((__m128i *)(to + 48), d);
+        }
+        _mm_sfence();
+    }
+#endif
+    memcpy(to, from, n);
 }

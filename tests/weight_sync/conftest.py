@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from megarl.weight_sync import compiled
 from tests.weight_sync.rig import Rig
 from tests.weight_sync.worlds import World
 
@@ -28,3 +32,15 @@ def world() -> Iterator[World]:
     made = World()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def in_c(tmp_path_factory: pytest.TempPathFactory) -> compiled.Library:
+    """sums.c as it is now, compiled as setup.py does, whatever was built at install."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler here")
+    library = tmp_path_factory.mktemp("sums") / "sums.so"
+    source = Path(compiled.__file__).with_name("sums.c")
+    subprocess.run([compiler, "-O3", "-shared", "-fPIC", source, "-o", library], check=True)
+    return compiled.Library(library)

@@ -11,7 +11,7 @@ from megarl.actor.shape import ModelShape
 from megarl.reshard import execute
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.moves import Move
-from megarl.weight_sync import batches
+from megarl.weight_sync import batches, compiled
 from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.inflow import ArenaInflow
 from tests.reshard.models import tiny_shape
@@ -103,21 +103,29 @@ def test_units_are_as_wide_as_both_sides_allow_and_types_are_kept_apart() -> Non
     assert not mixed.is_plain and mixed.unit == 0
 
 
+@pytest.mark.parametrize("past_caches", [False, True], ids=["torch", "past caches"])
 @pytest.mark.parametrize("part_bytes", [1, 600, 1 << 20])
 def test_copies_on_a_cpu_are_the_same_in_parts_of_any_size(
-    monkeypatch: pytest.MonkeyPatch, part_bytes: int
+    monkeypatch: pytest.MonkeyPatch, in_c: compiled.Library, part_bytes: int, past_caches: bool
 ) -> None:
     monkeypatch.setattr(batches.parts, "num_threads", lambda: 3)
+    monkeypatch.setattr(batches, "PAST_CACHES_BYTES", 0 if past_caches else 1 << 40)
+    calls: list[int] = []
+    copy = in_c.copy
+    monkeypatch.setattr(compiled, "find", lambda: in_c)
+    monkeypatch.setattr(in_c, "copy", lambda *args: (calls.append(args[2]), copy(*args)))
+    dtype = torch.float32 if past_caches else torch.bfloat16
     source = {name: torch.randn(12, 50) for name in "ab"} | {"c": torch.randn(1, 4, 7)}
     boxes = [("a", ((0, 12), (0, 50))), ("b", ((2, 9), (5, 40))), ("b", ((9, 12), (0, 5)))]
     moves = [Move(0, 0, name, box, name, (0, 0), name, (0, 0)) for name, box in boxes]
     moves.append(Move(0, 0, "c", ((3, 4), (0, 4), (0, 7)), "c", (0, 0, 0), "c", (0, 0)))
     single, together = (
-        {name: torch.zeros(12, 50, dtype=torch.bfloat16) for name in "ab"}
-        | {"c": torch.zeros(4, 7, dtype=torch.bfloat16)}
+        {name: torch.zeros(12, 50, dtype=dtype) for name in "ab"}
+        | {"c": torch.zeros(4, 7, dtype=dtype)}
         for _ in range(2)
     )
     execute.run(moves, source, single)
     batches.OneByOne(moves, source, together, part_bytes).run()
     assert all(torch.equal(single[name], together[name]) for name in single)
     assert all(tensor.count_nonzero() for tensor in together.values())
+    assert (sum(calls) >= 12 * 50 * 4) == past_caches  # what is strided goes by torch

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -19,23 +17,6 @@ from megarl.weight_sync import checksum, compiled
 from megarl.weight_sync.checksum import CHUNK, add, box_checksum
 
 Box = tuple[tuple[int, int], ...]
-
-
-def compile_sums(folder: Path) -> compiled.Library:
-    """sums.c as it is now, compiled as setup.py does, whatever was built at install."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler here")
-    library = folder / "sums.so"
-    source = Path(compiled.__file__).with_name("sums.c")
-    subprocess.run([compiler, "-O3", "-shared", "-fPIC", source, "-o", library], check=True)
-    return compiled.Library(library)
-
-
-@pytest.fixture(scope="session")
-def in_c(tmp_path_factory: pytest.TempPathFactory) -> compiled.Library:
-    """The compiled form."""
-    return compile_sums(tmp_path_factory.mktemp("sums"))
 
 
 @pytest.fixture(params=["numpy", "c"])
@@ -202,3 +183,14 @@ def test_a_large_tensor_takes_few_nanoseconds_an_element(form: str, bound_s: flo
         _whole(tensor)
         took.append(time.process_time() - start)
     assert min(took) / tensor.numel() < bound_s  # at 7e-9, 135M elements take a second of a core
+
+
+def test_copy_past_the_caches_writes_every_byte_and_no_other(in_c: compiled.Library) -> None:
+    source = torch.randint(1, 256, (400,), dtype=torch.uint8)
+    for size in (0, 1, 15, 16, 63, 64, 65, 79, 80, 127, 128, 300):
+        for at in range(17):
+            for of in (0, 3, 16):
+                copied = torch.zeros(400, dtype=torch.uint8)
+                in_c.copy(copied.data_ptr() + at, source.data_ptr() + of, size)
+                assert torch.equal(copied[at : at + size], source[of : of + size])
+                assert copied.count_nonzero() == size

@@ -13,20 +13,13 @@ from megarl.weight_sync import checksum_host, compiled, live_sums
 from megarl.weight_sync.checksum import CHUNK, box_checksum
 from megarl.weight_sync.checksum_triton import BoxValues
 from megarl.weight_sync.live_sums import LiveSums
-from tests.weight_sync.test_checksum import compile_sums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> compiled.Library:
-    """sums.c as it is now."""
-    return compile_sums(tmp_path_factory.mktemp("sums"))
-
-
 @pytest.fixture(autouse=True)
-def _compiled(library: compiled.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "find", lambda: library)
+def _compiled(in_c: compiled.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "find", lambda: in_c)
 
 
 def _alone(box: BoxValues) -> int:
