@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.sync.cases import CASES, Case, Tensors, on_rank, whole_tensors
 from megarl.launch import cleanup
 from megarl.types import ServerEndpoint
+from megarl.weight_sync.full import FullPolicy
 from megarl.weight_sync.transport.in_place import live_memory
 from megarl.weight_sync.transport.shared import Arena
 
@@ -97,7 +98,6 @@ def main(name: str, cache: str, staging: str, rank: int, port: int) -> None:
 
     from benchmarks.sync.counting import LOADER, counted, counted_requests
     from megarl.weight_sync import exchange
-    from megarl.weight_sync.full import FullPolicy
     from megarl.weight_sync.session import WeightSync
 
     case = CASES[name](Path(cache))
@@ -130,13 +130,6 @@ def main(name: str, cache: str, staging: str, rank: int, port: int) -> None:
     policy = FullPolicy(
         case.shape, sync.sender.layout, rank, weights, "fp32", group=dist.group.WORLD
     )
-
-    def gather() -> dict[str, Any]:
-        start = time.perf_counter()
-        for _ in policy.stream():
-            pass
-        return {"took_s": time.perf_counter() - start}
-
     usual = exchange.LOAD_FORMAT
     for line in sys.stdin:
         order = json.loads(line)
@@ -150,7 +143,7 @@ def main(name: str, cache: str, staging: str, rank: int, port: int) -> None:
             answer |= {"num_calls": calls.num_calls, "routes": requests}
             exchange.LOAD_FORMAT = usual
         elif order.get("gather"):
-            answer = gather()
+            answer = _gathered(policy)
         else:
             answer = publish(order)
         print(json.dumps(answer), flush=True)
@@ -158,6 +151,13 @@ def main(name: str, cache: str, staging: str, rank: int, port: int) -> None:
     if memory is not None:
         memory.close()
     dist.destroy_process_group()
+
+
+def _gathered(policy: FullPolicy) -> dict[str, Any]:
+    start = time.perf_counter()
+    for _ in policy.stream():
+        pass
+    return {"took_s": time.perf_counter() - start}
 
 
 def moved(run_id: str, rank: int, weights: Tensors) -> Arena:
