@@ -264,7 +264,7 @@ async def test_server_that_hangs_is_started_again_and_its_groups_come_once(
         await asyncio.sleep(30)
         raise AssertionError
 
-    async with collecting(tmp_path, deadline={"generate_s": 0.5}) as (collector, pool, fleet):
+    async with collecting(tmp_path, deadline={"generate_s": 3.0}) as (collector, pool, fleet):
 
         async def hook(endpoint: Any) -> None:
             pool.mark_verified(verified([endpoint], 0))
