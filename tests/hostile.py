@@ -12,7 +12,6 @@ Path = tuple[str | int, ...]
 
 SEEDED = settings(
     max_examples=100,
-    deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )

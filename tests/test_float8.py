@@ -24,7 +24,7 @@ def nearest_e4m3(value: float) -> float:
     return round(value / unit) * unit
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lead=st.integers(0, 2),
     rows=SIZES,

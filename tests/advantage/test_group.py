@@ -35,7 +35,7 @@ def advantages(group: Group, config: AdvantageConfig = GRPO) -> list[float | Non
     return [sample.advantage for sample in assign(group, config).samples]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=9), st.booleans())
 def test_advantages_equal_brute_force(rewards: list[float], normalize: bool) -> None:
     found = group_advantages(rewards, normalize)

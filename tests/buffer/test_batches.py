@@ -32,7 +32,7 @@ lengths = st.lists(st.integers(1, 50), min_size=1, max_size=8)
 batches = st.lists(lengths, min_size=0, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches, st.integers(1, 4), st.integers(1, 5), st.integers(50, 120), st.integers(1, 3))
 def test_every_epoch_schedules_every_sample_once_within_budget_with_equal_counts(
     sizes: list[list[int]], data_parallel: int, minibatches: int, budget: int, epochs: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.load import load_config
@@ -14,12 +14,7 @@ from megarl.config.settings import all_settings, group_names
 from megarl.errors import ConfigError
 from tests.config.conftest import Place
 
-hostile = settings(
-    max_examples=30,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+hostile = settings(max_examples=30, derandomize=True)
 names = st.sampled_from([*all_settings(), *sorted(group_names())])
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ["", "~nobody-of-this-name/m", "a\0b", "/", "..", "x" * 5000, "\u202e", "path.py:", ":name"]

@@ -58,7 +58,7 @@ def config_of(chosen: dict[str, object]) -> Config:
     return Config.model_validate(tree, strict=True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(CONFIGS)
 def test_rendered_configuration_reads_back_equal(chosen: dict[str, object]) -> None:
     config = config_of(chosen)

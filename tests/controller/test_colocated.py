@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.schema import Config, ParityConfig
@@ -151,7 +151,6 @@ async def test_weights_that_stay_are_not_moved(tmp_path: Path) -> None:
     ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(STAGES), max_size=8), st.booleans(), st.booleans())
 def test_no_order_of_stages_puts_optimizer_or_gradients_beside_a_kv_cache(
     tmp_path_factory: pytest.TempPathFactory,

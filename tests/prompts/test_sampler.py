@@ -22,7 +22,7 @@ def names(drawn: list[Prompt]) -> list[str]:
     return [prompt.prompt_id for prompt in drawn]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     count=st.integers(1, 12),
     draws=st.lists(st.integers(0, 17), max_size=8),
@@ -44,7 +44,7 @@ def test_sampler_restored_at_any_point_continues_the_same_sequence(
     assert found + [names(second.draw(n)) for n in draws[cut:]] == expected
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 12), st.lists(st.integers(0, 9), max_size=12))
 def test_no_prompt_comes_twice_within_a_pass(count: int, draws: list[int]) -> None:
     sampler = PromptSampler(prompts(count), seed=5)

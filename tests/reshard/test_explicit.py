@@ -41,7 +41,7 @@ def parts(rank: RankLayout) -> Counter[object]:
 
 
 @given(layouts())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_layout_made_of_its_ranks_written_out_has_the_same_ranks(layout: Layout) -> None:
     made = explicit_layout(layout.kind, layout.table, layout.ranks)
     assert made.rank_ids == layout.rank_ids
@@ -52,7 +52,7 @@ def test_layout_made_of_its_ranks_written_out_has_the_same_ranks(layout: Layout)
 
 
 @given(layouts())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_writing_out_twice_changes_nothing(layout: Layout) -> None:
     once = explicit_layout("x", layout.table, layout.ranks)
     assert explicit_layout("x", layout.table, once.ranks).digest == once.digest

@@ -50,7 +50,7 @@ def index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*span) for span in box)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(drawn())
 def test_pieces_and_paddings_of_every_shard_tile_its_local_tensor(case: Drawn) -> None:
     for template in case.side.layout.templates:
@@ -68,7 +68,7 @@ def test_pieces_and_paddings_of_every_shard_tile_its_local_tensor(case: Drawn) -
                 assert (counts == 1).all(), tensor.name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(drawn())
 def test_every_rank_holds_its_plain_slices_and_all_ranks_hold_every_element(case: Drawn) -> None:
     tensors, layout = numbered(case.shape), case.side.layout
@@ -91,7 +91,7 @@ def test_every_rank_holds_its_plain_slices_and_all_ranks_hold_every_element(case
     assert all(array.all() for array in seen.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(drawn(), st.sampled_from([2, 3]))
 def test_more_data_parallel_ranks_are_more_replicas_of_the_same(case: Drawn, times: int) -> None:
     """Rank r of a stage holds what rank r modulo the stage's former size held."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import LayoutError
@@ -41,10 +41,7 @@ def assert_alike(mine: object, megatrons: Any) -> None:
 
 
 QUICK = settings(
-    max_examples=150,
-    deadline=None,
-    phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=150, phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink]
 )
 STAGES = st.integers(1, 6)
 CHUNKS = st.integers(1, 3)

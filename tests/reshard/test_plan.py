@@ -257,7 +257,7 @@ def irregular(parameter: Parameter, tiled: list[list[Box]]) -> Layout:
     return explicit_layout("irregular", one_block((parameter,)), ranks)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_layouts_whose_boxes_overlap_in_any_way_are_planned_exactly(data: st.DataObject) -> None:
     rows, columns = 7, 5

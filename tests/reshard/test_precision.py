@@ -177,7 +177,7 @@ SEEN: Counter[object] = Counter()
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_float8_destination_holds_what_whole_tensors_quantized_would_be(
     data: st.DataObject,
 ) -> None:

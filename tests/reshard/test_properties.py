@@ -40,7 +40,6 @@ def examples(count: int) -> Callable[[Test], Test]:
     def decorate(test: Test) -> Test:
         configured = settings(
             max_examples=count,
-            deadline=None,
             database=None,
             print_blob=True,
             suppress_health_check=list(HealthCheck),

@@ -56,7 +56,7 @@ def cases(draw: st.DrawFn) -> Case:
     return shape, mesh, ServerMesh(server_tp), draw(st.sampled_from([1, 8, 128]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cases())
 def test_any_policy_travels_from_file_to_megatron_to_sglang_and_back(case: Case) -> None:
     shape, mesh, server, divisor = case
@@ -77,7 +77,7 @@ def test_any_policy_travels_from_file_to_megatron_to_sglang_and_back(case: Case)
     assert_equal(execute(make_plan(rollout, files), in_sglang, files), [tensors])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cases())
 def test_any_plan_writes_every_destination_element_exactly_once(case: Case) -> None:
     shape, mesh, server, divisor = case
@@ -94,7 +94,7 @@ def test_any_plan_writes_every_destination_element_exactly_once(case: Case) -> N
     assert plan.num_elements() == minimum_elements(rollout)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases())
 def test_any_disjoint_cover_has_every_global_element_once(case: Case) -> None:
     shape, mesh, server, divisor = case
@@ -115,7 +115,7 @@ def assert_covered_once(layout: Layout) -> None:
     assert all((count == 1).all() for count in counts.values())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cases())
 def test_the_same_layout_twice_keeps_every_element_on_its_rank_or_a_replica(case: Case) -> None:
     shape, mesh, _, divisor = case
@@ -131,7 +131,7 @@ def test_the_same_layout_twice_keeps_every_element_on_its_rank_or_a_replica(case
     assert_equal(execute(plan, arrays, layout), arrays)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cases())
 def test_one_rank_built_alone_is_the_rank_of_the_whole_layout(case: Case) -> None:
     shape, mesh, _, divisor = case

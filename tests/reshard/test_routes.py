@@ -10,7 +10,7 @@ from megarl.reshard.routes import interleaved, shares
 loads = st.lists(st.integers(0, 60), min_size=1, max_size=6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(loads, st.integers(0, 25), st.integers(1, 9))
 def test_units_are_shared_so_that_moving_one_helps_nobody(
     before: list[int], units: int, size: int

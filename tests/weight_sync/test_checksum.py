@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import ShapeError
@@ -77,9 +77,7 @@ def _partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, boxes
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60)
 @given(_partitions())
 def test_parts_of_any_partition_add_up_to_the_whole(
     form: str, case: tuple[tuple[int, ...], list[Box]]
@@ -89,9 +87,7 @@ def test_parts_of_any_partition_add_up_to_the_whole(
     assert add([_part(tensor, box) for box in boxes]) == _whole(tensor)
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40)
 @given(_partitions(), st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]))
 def test_the_three_forms_are_equal_on_every_box(
     in_c: compiled.Library, case: tuple[tuple[int, ...], list[Box]], dtype: torch.dtype

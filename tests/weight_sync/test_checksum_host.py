@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import ShapeError
@@ -53,9 +53,7 @@ def _boxes(draw: st.DrawFn) -> list[BoxValues]:
     return found
 
 
-@settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=80)
 @given(_boxes(), st.sampled_from([64, 4096, 1 << 20]), st.integers(1, 3))
 def test_one_table_gives_each_box_its_own_checksum(
     boxes: list[BoxValues], row_bytes: int, threads: int

@@ -74,7 +74,7 @@ def _carry_out(launch: Launch, anchor: int, sums: list[int]) -> None:
             sums[at] = (sums[at] + int(total)) % (1 << 64)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(_boxes(), st.sampled_from(DTYPES))
 def test_tiles_hold_every_element_once_with_what_the_kernel_relies_on(
     case: tuple[tuple[int, ...], list[Box]], dtype: torch.dtype
@@ -133,7 +133,7 @@ def test_placeholder_of_triton_does_not_count_as_triton(monkeypatch: pytest.Monk
     not checksum_triton.is_available() or os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs Triton and TRITON_INTERPRET=1",
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(_boxes(), st.sampled_from(DTYPES))
 def test_kernel_in_the_interpreter_equals_the_checksum(
     case: tuple[tuple[int, ...], list[Box]], dtype: torch.dtype

@@ -37,8 +37,8 @@ NUM_SYNCS, BASELINE = 20, 5
 COMPARED = (1, 2, 10, 20)
 MEAN, MOST = 1e-5, 1e-4  # nats, fp32
 PROMPTS = ([7, 33, 120, 299, 4, 4, 51], [250, 1, 18])
-# More in one process after fifteen rounds of step and sync, two saves among them. 11 MiB was seen in
-# learner ranks; `test_many_syncs.py` bounds what syncs alone may add.
+# More in one process after fifteen rounds of step and sync, two saves among them. 11 MiB was seen
+# in learner ranks; `test_many_syncs.py` bounds what syncs alone may add.
 GROWTH_KIB = 16 << 10
 
 
