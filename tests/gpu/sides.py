@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from megarl.weight_sync.control import ControlMessage, SourceSpec, stamp
 from megarl.weight_sync.inflow import ArenaInflow
 from megarl.weight_sync.places import ServerKind
 from megarl.weight_sync.receiver import Receiver
-from megarl.weight_sync.sender import Sender
+from megarl.weight_sync.sender import Route, Sender
 from megarl.weight_sync.transport.arenas import Policy
 from megarl.weight_sync.transport.cuda_driver import tensor_over
 from tests.gpu.machine import Machine
@@ -111,10 +112,8 @@ class Learner:
         """
         assert self._sender is not None
         kind = ServerKind(ServerMesh(tp))
-        found = Sender._live
-        self._sender._live = (  # type: ignore[method-assign]
-            found.__get__(self._sender) if direct else lambda route: None
-        )
+        find = Sender._live if direct else _staged
+        self._sender._live = partial(find, self._sender)  # type: ignore[method-assign]
         ref = self._sender.stage(kind, tp, stamp(version, "a"))
         assert ref is not None
         return ControlMessage(
@@ -153,6 +152,12 @@ class Learner:
 
     def free_bytes(self) -> int:
         return self._machine.free_bytes()
+
+
+def _staged(sender: Sender, route: Route) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
+    """As `Sender._live`, with nothing that servers could read where it is."""
+    live, others = Sender._live(sender, route)
+    return {}, others | {offset: tensor.nbytes for offset, tensor in live.items()}
 
 
 class _Model(torch.nn.Module):
