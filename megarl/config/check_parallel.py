@@ -81,7 +81,8 @@ def check_servers(config: Config, shape: ModelShape | None) -> Iterator[Violatio
         sglang_layout(shape, server_mesh(config, shape, uses_cpu(config)), served_block(config))
     except LayoutError as error:
         names = ("tp", "ep", "attention_dp")
-        yield Violation(str(error), tuple(f"rollout.parallel.{name}" for name in names))
+        text = f"rollout.parallel.tp, ep, attention_dp: {error}"
+        yield Violation(text, tuple(f"rollout.parallel.{name}" for name in names))
 
 
 def _too_many(config: Config) -> Iterator[Violation]:

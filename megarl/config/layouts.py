@@ -110,13 +110,20 @@ def learner_mesh(config: Config) -> LearnerMesh:
 
 
 def learner_pipeline(config: Config, shape: ModelShape) -> Pipeline:
-    """Which layers each pipeline stage of the learner has."""
+    """Which layers each pipeline stage of the learner has. LayoutError names the setting."""
+    parallel = config.learner.parallel
+    name = "first_stage_layers, last_stage_layers" if not parallel.even else "pp"
+    try:
+        return _pipeline(config, shape)
+    except LayoutError as error:
+        name = "pipeline_layout" if parallel.pipeline_layout else name
+        raise LayoutError(f"learner.parallel.{name}: {error}") from error
+
+
+def _pipeline(config: Config, shape: ModelShape) -> Pipeline:
     parallel, fields = config.learner.parallel, config.learner.transformer_config
     if parallel.pipeline_layout:
-        try:
-            return Pipeline.from_layout(parallel.pipeline_layout, parallel.pp)
-        except LayoutError as error:
-            raise LayoutError(f"learner.parallel.pipeline_layout: {error}") from error
+        return Pipeline.from_layout(parallel.pipeline_layout, parallel.pp)
     if not parallel.even:
         return Pipeline.uneven(
             shape.num_layers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,6 +68,18 @@ def test_any_value_of_any_setting_is_taken_or_refused_by_name(
     rest = {"actor.model": '"model"', "prompts.path": '"prompts.jsonl"', **given}
     place.file.write_text("".join(f"{name} = {value}\n" for name, value in rest.items()))
     check(place.file)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["learner.parallel.first_stage_layers=1", "learner.parallel.pp=3", "rollout.parallel.tp=3"],
+)
+def test_layers_and_heads_that_do_not_split_are_refused_by_the_settings_name(
+    place: Place, override: str
+) -> None:
+    check(place.file, f"--{override}")
+    with pytest.raises(ConfigError, match=override.rpartition(".")[0]):
+        load_config(place.file, [f"--{override}"])
 
 
 @hostile

@@ -94,6 +94,6 @@ def test_boxed_content_has_balanced_braces_and_must_be_closed() -> None:
     "text", [r"\boxed{" * 5000, "1,111" * 8000, "-" * 40000, r"\frac{" * 6000, "1." * 20000]
 )
 def test_long_degenerate_text_is_read_fast(text: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     find_number(text)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 2.0  # of this process; quadratic would take a minute
