@@ -98,12 +98,12 @@ class Summation:
         self._kept += [values, *begins]
         exponent = _EXPONENTS.get(values.dtype, 0)
         for first, address in places:
-            for run in range(0, apart.count, together):
+            for run in range(0, apart.runs, together):
                 for number, begin in enumerate(begins):
                     column = number * columns
                     yield (
                         address + (run * apart.stride + column) * size,
-                        min(together, apart.count - run),
+                        min(together, apart.runs - run),
                         min(columns, length - column),
                         apart.stride % 2**64,
                         begin.ctypes.data + 8 * (first + run),
@@ -116,7 +116,7 @@ class Summation:
 class _Apart(NamedTuple):
     """So many runs, each so many elements of memory after the one before."""
 
-    count: int
+    runs: int
     stride: int
 
 
@@ -136,4 +136,4 @@ def _places(values: torch.Tensor, length: int) -> tuple[list[tuple[int, int]], _
         steps = np.arange(values.shape[dim], dtype=np.int64) * values.stride(dim)
         offsets = (offsets[:, None] + steps[None, :]).reshape(-1)
     size, base = values.element_size(), values.data_ptr()
-    return [(i * apart.count, base + size * at) for i, at in enumerate(offsets.tolist())], apart
+    return [(i * apart.runs, base + size * at) for i, at in enumerate(offsets.tolist())], apart
