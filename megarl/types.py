@@ -132,7 +132,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """A sample by reference: row `index` of group file `path`, and what a schedule must know."""
+    """A sample by reference: row `index` of group file `path`, and what a schedule must know.
+
+    Of a sample that `is_truncated` the learner sees the first `num_tokens` only.
+    """
 
     sample_id: str
     path: str
@@ -141,6 +144,7 @@ class SampleRef:
     num_loss_tokens: int
     advantage: float
     version: int
+    is_truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,7 @@ class MinibatchPlan:
 
     Every data-parallel rank has the same number of microbatches; where samples run out, a
     microbatch is empty, and the learner fills it with tokens of weight zero. `microbatch_tokens`
-    is the packed length of every microbatch before the learner's own alignment. `num_loss_tokens`
+    is the length of the longest microbatch, before the learner's own alignment. `num_loss_tokens`
     is the denominator of the token mean, over all ranks.
     """
 
@@ -163,12 +167,17 @@ class Batch:
     """A rollout batch made ready for the learner: its optimizer steps in order, and its numbers.
 
     `worst_staleness` counts policy versions between a sample and the version that learns from it.
+    `num_truncated` samples are cut at the token budget, `num_overlong` are left out because of it.
+    `dp_imbalance` is the busiest data-parallel rank's estimated work over the mean, minus 1.
     """
 
     version: int
     minibatches: tuple[MinibatchPlan, ...]
     worst_staleness: int
     num_samples: int
+    num_truncated: int = 0
+    num_overlong: int = 0
+    dp_imbalance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

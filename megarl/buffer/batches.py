@@ -1,43 +1,44 @@
-"""Stage e: minibatches and their schedule over data-parallel ranks, made once and centrally.
+"""Stage e: the minibatches of a rollout batch, made once and centrally.
 
-Owns which samples make one optimizer step and which microbatch of which rank each goes to. Pure:
-knows references only; no tokens, files, rewards or collectives.
+Owns which samples make one optimizer step; where each goes is `schedule.py`'s. Pure: knows
+references only; no tokens, files, rewards or collectives.
 """
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megarl.actor.flops import SequenceFlops
+from megarl.buffer.schedule import ScheduleShape, dp_imbalance, make_schedule
 from megarl.config.schema import Config
-from megarl.errors import ConfigError
 from megarl.types import Batch, MinibatchPlan, SampleRef
-
-Microbatch = tuple[SampleRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The settings that shape a batch. `max_tokens` bounds one microbatch."""
+    """The settings that shape a batch; `schedule` shapes each of its optimizer steps."""
 
     num_minibatches: int
     num_epochs: int
-    data_parallel: int
-    max_tokens: int
     seed: int
+    schedule: ScheduleShape
 
     @classmethod
-    def of(cls, config: Config) -> BatchShape:
-        """The shape that a run's settings ask for."""
+    def of(cls, config: Config, flops: SequenceFlops) -> BatchShape:
+        """The shape that a run's settings ask for, of a policy that takes `flops`."""
         return cls(
             num_minibatches=config.learner.optimizer_steps_per_rollout,
             num_epochs=config.learner.epochs_per_rollout,
-            data_parallel=config.data_parallel,
-            max_tokens=config.learner.max_tokens_per_microbatch,
             seed=config.run.seed,
+            schedule=ScheduleShape(
+                data_parallel=config.data_parallel,
+                max_tokens=config.learner.max_tokens_per_microbatch,
+                flops=flops,
+                is_pipelined=config.learner.parallel.pp > 1,
+            ),
         )
 
 
@@ -58,12 +59,14 @@ def make_batch(groups: Sequence[Sequence[SampleRef]], version: int, shape: Batch
         # A string seed is hashed with SHA-512 by random.Random: the same on every machine.
         random.Random(f"minibatches/{shape.seed}/{version}/{epoch}").shuffle(order)
         for part in split_minibatches(order, shape.num_minibatches):
-            minibatches.append(schedule(part, shape.data_parallel, shape.max_tokens))
+            minibatches.append(make_schedule(part, shape.schedule))
     return Batch(
         version=version,
         minibatches=tuple(minibatches),
         worst_staleness=max((version - ref.version for ref in refs), default=0),
         num_samples=len(refs),
+        num_truncated=sum(ref.is_truncated for ref in refs),
+        dp_imbalance=dp_imbalance(minibatches, shape.schedule),
     )
 
 
@@ -84,84 +87,3 @@ def split_minibatches(
     num_parts = min(num_minibatches, len(refs))
     cuts = [len(refs) * part // num_parts for part in range(num_parts + 1)] if refs else []
     return [refs[start:end] for start, end in pairwise(cuts)]
-
-
-def schedule(refs: Sequence[SampleRef], data_parallel: int, max_tokens: int) -> MinibatchPlan:
-    """Place samples in microbatches: the same number on every rank, none above `max_tokens`.
-
-    Takes the smallest number of microbatches that one of two placements fits in (longest sample
-    first into the least full microbatch, which balances; or into the first that has room, which is
-    tighter), then deals the microbatches to ranks so that their sums are near. Deterministic.
-
-    Raises ConfigError for a sample longer than `max_tokens`. Source: Graham 1969 (LPT), Johnson
-    1973 (first fit decreasing).
-    """
-    ordered = sorted(refs, key=lambda ref: (-ref.num_tokens, ref.sample_id))
-    if ordered and ordered[0].num_tokens > max_tokens:
-        raise ConfigError(
-            f"learner.max_tokens_per_microbatch = {max_tokens}: sample {ordered[0].sample_id} has "
-            f"{ordered[0].num_tokens} tokens; raise it to at least that, or lower "
-            "rollout.sampling.max_new_tokens or prompts.max_prompt_tokens"
-        )
-    total = sum(ref.num_tokens for ref in ordered)
-    per_rank = max(1, -(-total // (data_parallel * max_tokens)))
-    while True:  # ends: with a microbatch for each sample everything fits
-        num_bins = per_rank * data_parallel
-        bins = _place_balanced(ordered, num_bins, max_tokens)
-        bins = bins if bins is not None else _place_tight(ordered, num_bins, max_tokens)
-        if bins is not None:
-            break
-        per_rank += 1
-    return MinibatchPlan(
-        schedule=_deal(bins, data_parallel, per_rank),
-        microbatch_tokens=max(map(_tokens, bins)),
-        num_loss_tokens=sum(ref.num_loss_tokens for ref in ordered),
-    )
-
-
-def _place_balanced(
-    ordered: Sequence[SampleRef], num_bins: int, max_tokens: int
-) -> list[Microbatch] | None:
-    """Each sample into the least full bin (LPT), or None where that passes the budget."""
-    bins: list[list[SampleRef]] = [[] for _ in range(num_bins)]
-    heap = [(0, index) for index in range(num_bins)]
-    for ref in ordered:
-        tokens, index = heap[0]
-        if tokens + ref.num_tokens > max_tokens:
-            return None
-        bins[index].append(ref)
-        heapq.heapreplace(heap, (tokens + ref.num_tokens, index))
-    return [tuple(refs) for refs in bins]
-
-
-def _place_tight(
-    ordered: Sequence[SampleRef], num_bins: int, max_tokens: int
-) -> list[Microbatch] | None:
-    """Each sample into the first bin with room (FFD), or None where there is none."""
-    bins: list[list[SampleRef]] = [[] for _ in range(num_bins)]
-    room = [max_tokens] * num_bins
-    for ref in ordered:
-        index = next((i for i, left in enumerate(room) if left >= ref.num_tokens), None)
-        if index is None:
-            return None
-        bins[index].append(ref)
-        room[index] -= ref.num_tokens
-    return [tuple(refs) for refs in bins]
-
-
-def _deal(
-    bins: Sequence[Microbatch], data_parallel: int, per_rank: int
-) -> tuple[tuple[Microbatch, ...], ...]:
-    """`per_rank` bins to each rank, fullest first, each to the rank with least so far."""
-    ranks: list[list[Microbatch]] = [[] for _ in range(data_parallel)]
-    sums = [0] * data_parallel
-    for microbatch in sorted(bins, key=_tokens, reverse=True):
-        open_ranks = (rank for rank in range(data_parallel) if len(ranks[rank]) < per_rank)
-        rank = min(open_ranks, key=lambda candidate: sums[candidate])
-        ranks[rank].append(microbatch)
-        sums[rank] += _tokens(microbatch)
-    return tuple(tuple(rank) for rank in ranks)
-
-
-def _tokens(microbatch: Microbatch) -> int:
-    return sum(ref.num_tokens for ref in microbatch)

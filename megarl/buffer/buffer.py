@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 
+from megarl.actor.flops import SequenceFlops
 from megarl.buffer.batches import BatchShape, make_batch
 from megarl.config.schema import Config
 from megarl.errors import RolloutError, StalenessError
@@ -18,13 +20,17 @@ log = logging.getLogger(__name__)
 
 
 class Buffer:
-    """Groups waiting to be learned from. One controller owns it; it is not for several threads."""
+    """Groups waiting to be learned from, by a policy that takes `flops`.
 
-    def __init__(self, config: Config) -> None:
-        self._shape = BatchShape.of(config)
+    One controller owns it; it is not for several threads.
+    """
+
+    def __init__(self, config: Config, flops: SequenceFlops) -> None:
+        self._shape = BatchShape.of(config, flops)
+        self._overlong = config.learner.overlong_samples
         self._max_staleness = int(config.loop.max_staleness)
         self._groups: dict[str, tuple[SampleRef, ...]] = {}
-        self._num_left_out = 0
+        self._num_left_out = self._num_overlong = 0
 
     def add(self, group: Group, version: int) -> None:
         """Admit a group whose advantages are assigned, while the policy is at `version`.
@@ -37,11 +43,14 @@ class Buffer:
                 f"group {group.group_id} arrived twice; its samples would count twice"
             )
         usable = {i: sample for i, sample in enumerate(group.samples) if is_usable(sample)}
-        refs = tuple(sample_ref(group, index) for index in usable)
-        for sample in usable.values():
+        refs = []
+        for index, sample in usable.items():
             for span_version in {span.version for span in sample.version_spans}:
                 self._admit(sample.sample_id, span_version, version)
-        self._groups[group.group_id] = refs
+            ref = self._within_budget(sample, sample_ref(group, index))
+            refs += [] if ref is None else [ref]
+        self._groups[group.group_id] = tuple(refs)
+        self._num_overlong += len(usable) - len(refs)
         self._num_left_out += len(group.samples) - len(refs)
 
     def take(self, version: int) -> Batch:
@@ -50,22 +59,39 @@ class Buffer:
 
         A batch of which every sample was left out has no minibatches. Raises StalenessError as
         `add` does, since `version` may have moved on, and ConfigError for a sample longer than a
-        microbatch.
+        microbatch where `learner.overlong_samples` is "error".
         """
         for refs in self._groups.values():
             for ref in refs:
                 self._admit(ref.sample_id, ref.version, version)
         batch = make_batch(list(self._groups.values()), version, self._shape)
-        if self._num_left_out:
+        batch = replace(batch, num_overlong=self._num_overlong)
+        if self._num_left_out or batch.num_truncated:
             log.info(
-                "samples left out version=%d left_out=%d used=%d",
+                "samples left out version=%d left_out=%d overlong=%d truncated=%d used=%d",
                 version,
                 self._num_left_out,
+                batch.num_overlong,
+                batch.num_truncated,
                 batch.num_samples,
             )
         self._groups.clear()
-        self._num_left_out = 0
+        self._num_left_out = self._num_overlong = 0
         return batch
+
+    def _within_budget(self, sample: Sample, ref: SampleRef) -> SampleRef | None:
+        """The reference as `learner.overlong_samples` has it; None where it is left out.
+
+        A sample is truncated at the end of its response, and left out where no loss token is left.
+        """
+        budget = self._shape.schedule.max_tokens
+        if ref.num_tokens <= budget or self._overlong == "error":
+            return ref
+        num_response = max(0, budget - len(sample.prompt_ids))
+        num_loss_tokens = sum(sample.loss_mask[:num_response])
+        if self._overlong == "filter" or not num_loss_tokens:
+            return None
+        return replace(ref, num_tokens=budget, num_loss_tokens=num_loss_tokens, is_truncated=True)
 
     def _admit(self, sample_id: str, made_by: int, version: int) -> None:
         if made_by > version:

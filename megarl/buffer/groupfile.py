@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +56,16 @@ class SampleTokens:
     loss_mask: npt.NDArray[np.uint8]
     behavior_logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
+
+    def first(self, num_tokens: int) -> SampleTokens:
+        """Its first tokens, no more than `num_tokens`."""
+        return replace(
+            self,
+            tokens=self.tokens[:num_tokens],
+            loss_mask=self.loss_mask[:num_tokens],
+            behavior_logprobs=self.behavior_logprobs[:num_tokens],
+            versions=self.versions[:num_tokens],
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -146,11 +146,12 @@ def _batches(config: Config) -> Iterator[Violation]:
 def _lengths(config: Config) -> Iterator[Violation]:
     longest, words = longest_sample(config)
     microbatch, cache = config.learner.max_tokens_per_microbatch, config.rollout.max_total_tokens
-    if longest > microbatch:
+    if longest > microbatch and config.learner.overlong_samples == "error":
         yield Violation(
             f"{words} exceed learner.max_tokens_per_microbatch = {microbatch}, and a sample is "
-            f"never split; raise it to {longest} or more, or lower the lengths",
-            (*LENGTHS, "learner.max_tokens_per_microbatch"),
+            f"never split; raise it to {longest} or more, lower the lengths, or set "
+            "learner.overlong_samples to truncate or filter",
+            (*LENGTHS, "learner.max_tokens_per_microbatch", "learner.overlong_samples"),
         )
     if cache and longest > cache:
         yield Violation(

@@ -158,7 +158,11 @@ class LearnerConfig(Group):
     """Passes over each rollout batch."""
     max_tokens_per_microbatch: Positive = 8192
     """Packed tokens of one forward pass on one data-parallel rank: a memory knob that does not
-    change the mathematics. A single longer sample is an error."""
+    change the mathematics. No sample is split; see `overlong_samples`."""
+    overlong_samples: Literal["error", "truncate", "filter"] = "error"
+    """A sample longer than a microbatch is an `error`, before the run starts where one could be;
+    or its response is cut at the budget (`truncate`), its tokens before that keeping their
+    advantage; or it is left out (`filter`). Both are counted."""
     parallel: LearnerParallelConfig = LearnerParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -10,11 +10,7 @@ from megarl.types import Batch, Group
 
 
 def batch_metrics(groups: Sequence[Group], batch: Batch, config: Config) -> dict[str, float | int]:
-    """Rewards, token counts, staleness and packing of one rollout batch.
-
-    `buffer/padding` is the share of scheduled tokens that are filler, over all minibatches, when
-    every microbatch is filled up to its minibatch's longest.
-    """
+    """Rewards, token counts, staleness and schedule of one rollout batch."""
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.response_ids) for sample in samples]
     cut = sum(sample.finish_reason == "length" for sample in samples)
@@ -26,24 +22,15 @@ def batch_metrics(groups: Sequence[Group], batch: Batch, config: Config) -> dict
         "rollout/cut_by_length": cut / max(1, len(samples)),
         "buffer/samples": batch.num_samples,
         "buffer/left_out_samples": len(samples) - batch.num_samples,
+        "buffer/truncated_samples": batch.num_truncated,
+        "buffer/overlong_samples": batch.num_overlong,
         "buffer/staleness": batch.worst_staleness,
         "buffer/staleness_steps": config.worst_staleness_steps,
-        **_packing(batch),
+        "buffer/microbatches": sum(
+            len(rank) for plan in batch.minibatches for rank in plan.schedule
+        ),
+        "packing/dp_imbalance": batch.dp_imbalance,
         "learn/optimizer_steps": len(batch.minibatches),
-    }
-
-
-def _packing(batch: Batch) -> dict[str, float | int]:
-    """How many microbatches there are, and how much of them is filler."""
-    used = scheduled = num_microbatches = 0
-    for plan in batch.minibatches:
-        for rank in plan.schedule:
-            num_microbatches += len(rank)
-            scheduled += len(rank) * plan.microbatch_tokens
-            used += sum(ref.num_tokens for microbatch in rank for ref in microbatch)
-    return {
-        "buffer/microbatches": num_microbatches,
-        "buffer/padding": 1.0 - used / scheduled if scheduled else 0.0,
     }
 
 

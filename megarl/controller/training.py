@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl import run_paths
+from megarl.actor.flops import SequenceFlops
+from megarl.actor.shape import read_shape
 from megarl.buffer.buffer import Buffer
 from megarl.config.schema import Config
 from megarl.config.served import served_block
@@ -82,7 +84,7 @@ async def train(
             prompts=PromptSampler(inputs.prompts, config.run.seed, config.prompts.shuffle),
             rollout=rollout,
             reward=reward,
-            buffer=Buffer(config),
+            buffer=Buffer(config, SequenceFlops.of(read_shape(config.actor.model))),
             learner=learner,
             weight_sync=Publisher(learner, servers, metrics, turn),
             turn=turn,

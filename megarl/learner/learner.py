@@ -22,7 +22,13 @@ from megarl.config.schema import Config
 from megarl.learner import distributed, shared_weights
 from megarl.learner.control import PeerLostError
 from megarl.learner.loss import LossWeights
-from megarl.learner.packing import PackedMicrobatch, check_plan, pack_minibatch, pack_sequences
+from megarl.learner.packing import (
+    PackedMicrobatch,
+    check_plan,
+    pack_minibatch,
+    pack_sequences,
+    token_counts,
+)
 from megarl.learner.scoring import KeptLogProbs, Mismatch, ReferencePolicy, passes_needed
 from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport
 
@@ -151,16 +157,20 @@ class Learner:
         sums = self._passes.accumulate_gradients(
             self.policy, microbatches, length, scores, self._loss_weights, minibatch.num_loss_tokens
         )
+        sums = torch.cat([sums, token_counts(microbatches).to(sums.device)])
         if not self.ranks.reports:
             sums.zero_()
         dist.all_reduce(sums)
-        total, policy, clipped, kl, entropy = (sums / minibatch.num_loss_tokens).tolist()
+        *loss_sums, num_tokens, num_packed = sums.tolist()
+        means = (each / minibatch.num_loss_tokens for each in loss_sums)
+        total, policy, clipped, kl, entropy = means
         self._mark("optimizer")
         metrics = {
             "loss/total": total,
             "loss/policy": policy,
             "loss/clip_fraction": clipped,
             "entropy": entropy,
+            "packing/efficiency": num_tokens / num_packed,
             **self.optimizer.step(),
         }
         if self._reference is not None:
@@ -312,7 +322,9 @@ class Learner:
         self._mark("reading")
         mesh = self.ranks.mesh
         check_plan(plan, mesh.dp)
-        return self._together(lambda: pack_minibatch(plan, self.ranks.dp_rank, mesh.tp))
+        return self._together(
+            lambda: pack_minibatch(plan, self.ranks.dp_rank, mesh.tp, mesh.pp > 1)
+        )
 
     def _together(self, work: Callable[[], Result]) -> Result:
         """`work()`, or an error on every rank where it fails on one: none waits in a collective."""

@@ -4,8 +4,7 @@ Owns the packed form and the way back to samples. Reads group files; knows nothi
 losses.
 
 Everything per token stands at the *predicting* position: entry t speaks of token t + 1 of its
-sequence. T packed tokens, padded to one length in a whole minibatch; K sequences, the padding among
-them.
+sequence. T packed tokens, the padding among them; K sequences, with those that are padding.
 """
 
 from __future__ import annotations
@@ -153,20 +152,29 @@ def check_plan(plan: MinibatchPlan, data_parallel: int) -> None:
 
 
 def pack_minibatch(
-    plan: MinibatchPlan, dp_rank: int, multiple: int
+    plan: MinibatchPlan, dp_rank: int, multiple: int, is_pipelined: bool = False
 ) -> tuple[list[PackedMicrobatch], int]:
-    """This data-parallel rank's microbatches, all of one length (also returned), from group files.
+    """This data-parallel rank's microbatches, from group files, and the longest length of all.
 
-    The length is the same on every rank: the plan's, rounded up to `multiple`. Raises DataError
-    where a group file is missing or broken, ShapeError where it and the schedule disagree.
+    Lengths are multiples of `multiple`; in a pipeline all are the longest, on every rank. Raises
+    DataError where a group file is missing or broken, ShapeError where it and the schedule
+    disagree.
     """
-    length = aligned_length(plan.microbatch_tokens, multiple)
+    longest = aligned_length(plan.microbatch_tokens, multiple)
     groups: dict[str, GroupTokens] = {}
     packed = []
     for refs in plan.schedule[dp_rank]:
         rows = [(_read(ref, groups), ref.advantage) for ref in refs]
-        packed.append(pack(rows, length))
-    return packed, length
+        length = aligned_length(sum(ref.num_tokens for ref in refs), multiple)
+        packed.append(pack(rows, longest if is_pipelined else length))
+    return packed, longest
+
+
+def token_counts(microbatches: Sequence[PackedMicrobatch]) -> Tensor:
+    """[tokens of samples, all packed tokens], float64; the rest of them is padding."""
+    tokens = sum(segment.length for each in microbatches for segment in each.segments)
+    packed = sum(len(each.tokens_T) for each in microbatches)
+    return torch.tensor([tokens, packed], dtype=torch.float64)
 
 
 def pack_sequences(
@@ -207,6 +215,8 @@ def _read(ref: SampleRef, groups: dict[str, GroupTokens]) -> SampleTokens:
     if ref.path not in groups:
         groups[ref.path] = read_group(ref.path)
     sample = groups[ref.path].sample(ref.index)
+    if ref.is_truncated:
+        sample = sample.first(ref.num_tokens)
     found = (sample.sample_id, len(sample.tokens), int(np.count_nonzero(sample.loss_mask)))
     if found != (ref.sample_id, ref.num_tokens, ref.num_loss_tokens):
         raise ShapeError(

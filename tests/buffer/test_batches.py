@@ -1,13 +1,13 @@
-"""Minibatches and their schedule: everything once, equal counts on all ranks, within the budget."""
+"""Minibatches: everything once, equal counts on all ranks, within the budget."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.buffer.batches import BatchShape, make_batch, schedule, split_minibatches
-from megarl.errors import ConfigError
+from megarl.actor.flops import SequenceFlops
+from megarl.buffer.batches import BatchShape, make_batch, split_minibatches
+from megarl.buffer.schedule import ScheduleShape
 from megarl.types import Batch, MinibatchPlan, SampleRef
 
 
@@ -23,9 +23,10 @@ def names(plan: MinibatchPlan) -> list[str]:
     return [r.sample_id for rank in plan.schedule for micro in rank for r in micro]
 
 
-def shape(**changes: int) -> BatchShape:
-    settings = {"num_minibatches": 4, "num_epochs": 1, "data_parallel": 2, "max_tokens": 64}
-    return BatchShape(**{**settings, "seed": 0, **changes})
+def shape(data_parallel: int = 2, max_tokens: int = 64, **changes: int) -> BatchShape:
+    settings = {"num_minibatches": 4, "num_epochs": 1, "seed": 0, **changes}
+    schedule = ScheduleShape(data_parallel, max_tokens, SequenceFlops(1.0, 0.0, 0.0))
+    return BatchShape(**settings, schedule=schedule)
 
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=8)
@@ -108,48 +109,6 @@ def test_fewer_samples_than_minibatches_make_fewer_minibatches() -> None:
 def test_batch_without_samples_has_no_minibatches() -> None:
     batch = make_batch([(), ()], 5, shape())
     assert batch == Batch(version=5, minibatches=(), worst_staleness=0, num_samples=0)
-
-
-def test_schedule_balances_ranks_by_tokens() -> None:
-    plan = schedule(group(0, [50, 30, 20, 20, 20, 20, 20, 20]), 2, 100)
-    assert [sum(r.num_tokens for micro in rank for r in micro) for rank in plan.schedule] == [
-        100,
-        100,
-    ]
-    assert plan.microbatch_tokens == 100
-
-
-def test_schedule_packs_tightly_where_balancing_would_need_another_microbatch() -> None:
-    # Least full first puts 3 and 3 apart and leaves no room for the last 2; first fit has it.
-    plan = schedule(group(0, [3, 3, 2, 2, 2]), 2, 6)
-    assert [len(rank) for rank in plan.schedule] == [1, 1] and plan.microbatch_tokens == 6
-
-
-def test_microbatch_may_be_filled_to_the_last_token_by_balancing() -> None:
-    # Least full first: 6, 3, 2 + 1. First fit would put 3, 2 and 1 together and leave a rank idle.
-    plan = schedule(group(0, [6, 3, 2, 1]), 3, 6)
-    sums = [sum(r.num_tokens for micro in rank for r in micro) for rank in plan.schedule]
-    assert sums == [6, 3, 3]
-
-
-def test_schedule_adds_one_microbatch_where_the_least_number_does_not_fit() -> None:
-    # 18 tokens could fit in two microbatches of 10, but no two of these samples share one.
-    plan = schedule(group(0, [6, 6, 6]), 1, 10)
-    assert [[len(micro) for micro in rank] for rank in plan.schedule] == [[1, 1, 1]]
-
-
-def test_schedule_without_samples_has_an_empty_microbatch_for_every_rank() -> None:
-    assert schedule([], 2, 8) == MinibatchPlan((((),), ((),)), 0, 0)
-
-
-def test_rank_without_a_sample_gets_an_empty_microbatch() -> None:
-    plan = schedule(group(0, [3]), 2, 8)
-    assert [[len(micro) for micro in rank] for rank in plan.schedule] == [[1], [0]]
-
-
-def test_sample_longer_than_a_microbatch_is_an_error_that_names_it() -> None:
-    with pytest.raises(ConfigError, match=r"= 8: sample g000-001 has 9 tokens"):
-        schedule(group(0, [3, 9]), 1, 8)
 
 
 def test_worst_staleness_is_the_oldest_samples() -> None:

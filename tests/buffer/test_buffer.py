@@ -7,16 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.actor.flops import SequenceFlops
 from megarl.buffer.buffer import Buffer
 from megarl.config.schema import ActorConfig, Config, LearnerConfig
-from megarl.errors import RolloutError, StalenessError
+from megarl.errors import ConfigError, RolloutError, StalenessError
 from megarl.types import Group, Prompt, Sample
 
 
-def run_config(max_staleness: int = 0, **learner: int) -> Config:
-    config = Config(actor=ActorConfig(model="m"), learner=LearnerConfig(**learner))
+def run_config(max_staleness: int = 0, **learner: object) -> Config:
+    config = Config(actor=ActorConfig(model="m"), learner=LearnerConfig.model_validate(learner))
     loop = config.loop.model_copy(update={"max_staleness": max_staleness})
     return config.model_copy(update={"loop": loop})
+
+
+def new_buffer(max_staleness: int = 0, **learner: object) -> Buffer:
+    return Buffer(run_config(max_staleness, **learner), SequenceFlops(1.0, 0.0, 0.0))
 
 
 def one_group(name: str, versions: list[int], advantage: float | None = 1.0) -> Group:
@@ -30,7 +35,7 @@ def one_group(name: str, versions: list[int], advantage: float | None = 1.0) -> 
 
 
 def test_buffer_hands_out_what_it_got_and_is_then_empty() -> None:
-    buffer = Buffer(run_config(optimizer_steps_per_rollout=2))
+    buffer = new_buffer(optimizer_steps_per_rollout=2)
     for name in ("a", "b"):
         buffer.add(one_group(name, [3, 3]), 3)
     batch = buffer.take(3)
@@ -44,7 +49,7 @@ def test_buffer_hands_out_what_it_got_and_is_then_empty() -> None:
 
 def test_buffer_refuses_sample_older_than_max_staleness() -> None:
     with pytest.raises(StalenessError, match=r"sample a-1 .* version 1, 2 behind .* 3.*allows 1"):
-        Buffer(run_config(max_staleness=1)).add(one_group("a", [3, 1]), 3)
+        new_buffer(max_staleness=1).add(one_group("a", [3, 1]), 3)
 
 
 def test_buffer_refuses_sample_of_which_one_span_is_too_old() -> None:
@@ -52,36 +57,36 @@ def test_buffer_refuses_sample_of_which_one_span_is_too_old() -> None:
     mixed = group.samples[0].extended([5], [0.0], version=2)
     mixed = replace(mixed, version_spans=mixed.version_spans[::-1])
     with pytest.raises(StalenessError, match="a-0"):
-        Buffer(run_config()).add(replace(group, samples=(mixed,)), 3)
+        new_buffer().add(replace(group, samples=(mixed,)), 3)
 
 
 def test_buffer_refuses_sample_from_a_version_that_the_learner_has_not_made() -> None:
     with pytest.raises(StalenessError, match="made by policy version 4, but the learner is at 3"):
-        Buffer(run_config()).add(one_group("a", [4]), 3)
+        new_buffer().add(one_group("a", [4]), 3)
 
 
 def test_sample_that_grew_too_old_while_it_waited_is_refused_when_taken() -> None:
-    buffer = Buffer(run_config(max_staleness=1))
+    buffer = new_buffer(max_staleness=1)
     buffer.add(one_group("a", [3]), 3)
     with pytest.raises(StalenessError, match="a-0"):
         buffer.take(5)
 
 
 def test_allowed_staleness_is_counted_in_the_batch() -> None:
-    buffer = Buffer(run_config(max_staleness=2))
+    buffer = new_buffer(max_staleness=2)
     buffer.add(one_group("a", [3, 2]), 4)
     assert buffer.take(4).worst_staleness == 2
 
 
 def test_group_added_twice_is_refused() -> None:
-    buffer = Buffer(run_config())
+    buffer = new_buffer()
     buffer.add(one_group("a", [0]), 0)
     with pytest.raises(RolloutError, match="a arrived twice"):
         buffer.add(one_group("a", [0]), 0)
 
 
 def test_samples_without_advantage_or_loss_tokens_are_left_out() -> None:
-    buffer = Buffer(run_config())
+    buffer = new_buffer()
     group = one_group("a", [0, 0, 0])
     silent = replace(group.samples[1], loss_mask=(False, False))
     empty = Sample("a-2", "a", "p-a", (1, 2), advantage=1.0)
@@ -92,7 +97,7 @@ def test_samples_without_advantage_or_loss_tokens_are_left_out() -> None:
 
 
 def test_old_sample_that_is_left_out_anyway_is_no_error() -> None:
-    buffer = Buffer(run_config())
+    buffer = new_buffer()
     buffer.add(one_group("a", [0], advantage=None), 9)
     assert buffer.take(9).minibatches == ()
 
@@ -101,14 +106,54 @@ def test_number_of_samples_left_out_is_logged_with_the_batch_they_miss(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    buffer = Buffer(run_config())
+    buffer = new_buffer()
     for name, advantage in (("a", None), ("b", 1.0), ("c", None)):
         buffer.add(one_group(name, [0, 0, 0], advantage=advantage), 0)
     buffer.take(0)
-    assert caplog.messages == ["samples left out version=0 left_out=6 used=3"]
+    assert caplog.messages == [
+        "samples left out version=0 left_out=6 overlong=0 truncated=0 used=3"
+    ]
     caplog.clear()
     buffer.add(one_group("d", [1]), 1)
     buffer.take(1)
     buffer.add(one_group("e", [2, 2], advantage=None), 2)
     buffer.take(2)
-    assert caplog.messages == ["samples left out version=2 left_out=2 used=0"]
+    assert caplog.messages == [
+        "samples left out version=2 left_out=2 overlong=0 truncated=0 used=0"
+    ]
+
+
+def test_sample_over_the_token_budget_is_an_error_unless_asked_otherwise() -> None:
+    buffer = new_buffer(max_tokens_per_microbatch=3)
+    buffer.add(one_group("a", [0]), 0)
+    with pytest.raises(ConfigError, match=r"sample a-0 has 4 tokens.*overlong_samples"):
+        buffer.take(0)
+
+
+def test_sample_over_the_token_budget_is_left_out_where_asked() -> None:
+    buffer = new_buffer(max_tokens_per_microbatch=3, overlong_samples="filter")
+    buffer.add(one_group("a", [0, 0]), 0)
+    batch = buffer.take(0)
+    assert (batch.num_samples, batch.num_overlong, batch.minibatches) == (0, 2, ())
+    assert buffer.take(1).num_overlong == 0
+
+
+def test_response_is_truncated_at_the_token_budget_where_asked() -> None:
+    buffer = new_buffer(max_tokens_per_microbatch=5, overlong_samples="truncate")
+    group = one_group("a", [0, 0])
+    long = group.samples[1].extended([7, 8], [-0.1] * 2, version=0, trainable=False)
+    long = long.extended([9], [-0.1], version=0)
+    buffer.add(replace(group, samples=(group.samples[0], long)), 0)
+    batch = buffer.take(0)
+    refs = {r.index: r for rank in batch.minibatches[0].schedule for micro in rank for r in micro}
+    assert (refs[0].num_tokens, refs[0].num_loss_tokens, refs[0].is_truncated) == (4, 2, False)
+    assert (refs[1].num_tokens, refs[1].num_loss_tokens, refs[1].is_truncated) == (5, 2, True)
+    assert (batch.num_samples, batch.num_truncated, batch.num_overlong) == (2, 1, 0)
+    assert batch.minibatches[0].num_loss_tokens == 4
+
+
+def test_truncated_sample_without_a_loss_token_is_left_out() -> None:
+    buffer = new_buffer(max_tokens_per_microbatch=2, overlong_samples="truncate")
+    buffer.add(one_group("a", [0]), 0)
+    batch = buffer.take(0)
+    assert (batch.num_samples, batch.num_truncated, batch.num_overlong) == (0, 0, 1)

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from megarl.errors import DataError, ShapeError
-from megarl.learner.packing import PADDING_TOKENS, check_plan, pack_minibatch, pack_sequences
+from megarl.learner.packing import (
+    PADDING_TOKENS,
+    check_plan,
+    pack_minibatch,
+    pack_sequences,
+    token_counts,
+)
 from megarl.types import MinibatchPlan, Sample, SampleRef
 from tests.learner import recorded
 
@@ -52,13 +58,13 @@ def test_every_loss_token_is_predicted_once_from_the_token_before_it(
     assert sorted(seen) == sorted(samples)
 
 
-def test_all_microbatches_have_one_aligned_length_and_sequences_that_cover_it(
+def test_in_a_pipeline_all_microbatches_have_one_aligned_length_and_sequences_that_cover_it(
     made: list[tuple[Sample, SampleRef]],
 ) -> None:
     plan = recorded.plan([ref for _, ref in made], 2)
     lengths = set()
     for dp_rank in range(2):
-        packed, length = pack_minibatch(plan, dp_rank, multiple=16)
+        packed, length = pack_minibatch(plan, dp_rank, multiple=16, is_pipelined=True)
         assert [len(each.tokens_T) for each in packed] == [length] * 3
         for each in packed:
             assert each.cu_seqlens[0] == 0
@@ -68,13 +74,48 @@ def test_all_microbatches_have_one_aligned_length_and_sequences_that_cover_it(
     assert lengths == {-(-plan.microbatch_tokens // 16) * 16}
 
 
+def test_without_a_pipeline_a_microbatch_has_its_own_aligned_length(
+    made: list[tuple[Sample, SampleRef]],
+) -> None:
+    plan = recorded.plan([ref for _, ref in made], 1)
+    packed, longest = pack_minibatch(plan, 0, multiple=4)
+    for refs, microbatch in zip(plan.schedule[0], packed, strict=True):
+        total = sum(ref.num_tokens for ref in refs)
+        assert len(microbatch.tokens_T) == microbatch.cu_seqlens[-1] == -(-total // 4) * 4
+    assert longest == max(len(microbatch.tokens_T) for microbatch in packed)
+
+
+def test_tokens_of_samples_are_counted_apart_from_padding(
+    made: list[tuple[Sample, SampleRef]],
+) -> None:
+    refs = [ref for _, ref in made]
+    packed, _ = pack_minibatch(recorded.plan(refs, 1), 0, multiple=16)
+    used, whole = token_counts(packed).tolist()
+    assert used == sum(ref.num_tokens for ref in refs)
+    assert whole == sum(len(each.tokens_T) for each in packed) and whole % 16 == 0
+
+
+def test_truncated_sample_is_its_first_tokens(made: list[tuple[Sample, SampleRef]]) -> None:
+    sample, ref = made[2]
+    num_loss_tokens = sum(sample.loss_mask[:6])
+    cut = dataclasses.replace(ref, num_tokens=7, num_loss_tokens=num_loss_tokens, is_truncated=True)
+    (one,), _ = pack_minibatch(MinibatchPlan((((cut,),),), 7, num_loss_tokens), 0, 1)
+    assert one.tokens_T.tolist() == [*sample.prompt_ids, *sample.response_ids[:6]]
+    assert one.loss_mask_T.tolist() == [*sample.loss_mask[:6], False]
+    with pytest.raises(ShapeError, match="another run"):
+        whole = dataclasses.replace(cut, is_truncated=False)
+        pack_minibatch(MinibatchPlan((((whole,),),), 7, num_loss_tokens), 0, 1)
+
+
 def test_an_empty_microbatch_is_padding_without_weight(
     made: list[tuple[Sample, SampleRef]],
 ) -> None:
-    empty = pack_minibatch(recorded.plan([ref for _, ref in made], 2), 1, multiple=1)[0][1]
-    assert empty.segments == ()
-    assert not empty.loss_mask_T.any()
-    assert empty.cu_seqlens.tolist() == [0, len(empty.tokens_T)]
+    plan = recorded.plan([ref for _, ref in made], 2)
+    for is_pipelined, length in ((False, 2), (True, plan.microbatch_tokens)):
+        empty = pack_minibatch(plan, 1, 2 - is_pipelined, is_pipelined)[0][1]
+        assert empty.segments == ()
+        assert not empty.loss_mask_T.any()
+        assert empty.cu_seqlens.tolist() == [0, length] == [0, len(empty.tokens_T)]
 
 
 def test_long_padding_is_cut_into_short_sequences() -> None:
