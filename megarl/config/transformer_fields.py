@@ -51,6 +51,8 @@ REFUSED = {
     "moe_input_jitter_eps": f"it adds noise to the router, so {_OTHER_POLICY}",
     "moe_router_force_biased": f"it adds noise to the router, so {_OTHER_POLICY}",
     "moe_router_force_load_balancing": f"it routes at random, so {_OTHER_POLICY}",
+    "defer_embedding_wgrad_compute": "the output layer runs on tokens with a loss only, which it "
+    "does not expect",
 }
 """Fields that a learner must not have, and why."""
 

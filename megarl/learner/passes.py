@@ -3,7 +3,7 @@
 Owns the way from microbatches to log-probs, to loss sums and to gradients. Knows nothing of files,
 optimizers or verbs. Import it after `megatron_cpu.install()`.
 
-T packed tokens, V columns of this tensor-parallel rank's logits.
+T packed tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.learner.distributed import Ranks
-from megarl.learner.logprobs import vocab_parallel_logprobs
+from megarl.learner.head import Predictions, predict
 from megarl.learner.loss import LossWeights, policy_loss
 from megarl.learner.packing import PackedMicrobatch, aligned_length
+
+Values = tuple[Tensor, Tensor]  # log-probs and entropies, fp32 [T], of the loss tokens; else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,12 @@ class Policy:
     vocab_size: int
     temperature: float
 
-    def logprobs_of(
-        self, microbatch: PackedMicrobatch, logits_1TV: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs of the targets and entropy, fp32 [T], at the sampling temperature."""
-        return vocab_parallel_logprobs(
-            logits_1TV.squeeze(0),
+    def predictions(self, microbatch: PackedMicrobatch) -> Predictions:
+        """What the output layer is asked for: the microbatch's loss tokens, and no others."""
+        return Predictions.where(
+            microbatch.loss_mask_T,
             microbatch.targets_T,
+            self.ranks.device,
             temperature=self.temperature,
             vocab_size=self.vocab_size,
             tp_rank=self.ranks.tp_rank,
@@ -57,17 +58,19 @@ class Scores:
 
 def forward_logprobs(
     policy: Policy, microbatches: Sequence[PackedMicrobatch], length: int
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[Values]:
     """(logp_T, entropy_T) of each microbatch, fp32; on the last pipeline stage, else empty.
+
+    They are those of the loss tokens, and 0 elsewhere.
 
     Collective over the tensor and pipeline ranks of one data-parallel rank. Uses whatever weights
     the model holds now, and leaves no gradient.
     """
 
     def collect(
-        microbatch: PackedMicrobatch, _: int, logits_1TV: Tensor, non_loss_data: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        return policy.logprobs_of(microbatch, logits_1TV)
+        microbatch: PackedMicrobatch, _: int, values: Values, non_loss_data: bool = True
+    ) -> Values:
+        return values
 
     policy.model.eval()
     with torch.no_grad():
@@ -92,9 +95,9 @@ def accumulate_gradients(
     """
 
     def loss(
-        microbatch: PackedMicrobatch, index: int, logits_1TV: Tensor
+        microbatch: PackedMicrobatch, index: int, values: Values
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logp_T, entropy_T = policy.logprobs_of(microbatch, logits_1TV)
+        logp_T, entropy_T = values
         sums = policy_loss(
             logp_T,
             entropy_T,
@@ -104,7 +107,7 @@ def accumulate_gradients(
             reference_logp_T=scores[index].reference_logp_T,
             weights=weights,
         )
-        tokens = torch.zeros((), dtype=torch.int, device=logits_1TV.device)
+        tokens = torch.zeros((), dtype=torch.int, device=logp_T.device)
         return sums.total / num_loss_tokens, tokens, sums.stacked()
 
     policy.model.train()
@@ -117,26 +120,28 @@ def _run(
     policy: Policy,
     microbatches: Sequence[PackedMicrobatch],
     length: int,
-    on_logits: Callable[..., Any],
+    on_values: Callable[..., Any],
     forward_only: bool,
     all_reduce: bool = False,
 ) -> list[Any]:
-    """Megatron's schedule over `microbatches`; what `on_logits` gave for each, on the last stage.
+    """Megatron's schedule over `microbatches`; what `on_values` gave for each, on the last stage.
 
-    `length` is the packed length of every microbatch on every rank: pipeline stages send fixed
-    shapes.
+    `length` is that of every microbatch where there is a pipeline, whose stages send fixed shapes.
     """
 
-    def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    def forward_step(iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
         index, microbatch = next(iterator)
+        asked = policy.predictions(microbatch)
         microbatch = microbatch.to(policy.ranks.device)
         output = model(
             input_ids=microbatch.tokens_T[None],
             position_ids=microbatch.positions_T[None],
             attention_mask=None,
             packed_seq_params=_packed_params(microbatch),
+            output_processor=predict,
+            output_processor_context=asked,
         )
-        return output, partial(on_logits, microbatch, index)
+        return output, partial(on_values, microbatch, index)
 
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,

@@ -29,13 +29,17 @@ WEIGHTS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.01, "kl_coef": 0
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one mesh; `learner` and `more` are settings, of the learner and of the run."""
+    """One model on one mesh; `learner` and `more` are settings, of the learner and of the run.
+
+    `max_logits` above 0 has the output layer run in parts.
+    """
 
     model: str
     dp: int = 1
     parallel: Mapping[str, Any] = field(default_factory=dict)
     learner: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
+    max_logits: int = 0
 
     @property
     def world_size(self) -> int:
@@ -162,6 +166,7 @@ class Runs:
             "config": self.config(name).model_dump(),
             "plan": asdict(recorded.plan([ref for _, ref in oracle.samples], case.dp)),
             "weights": WEIGHTS,
+            "max_logits": case.max_logits,
             "sequences": [(s.prompt_ids, s.response_ids) for s, _ in oracle.samples],
         }
 

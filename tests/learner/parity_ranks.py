@@ -48,6 +48,9 @@ def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
     store = f"file://{folder / (case['name'] + '.store')}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=case["world_size"])
     learner = Learner(Config.model_validate(case["config"]), folder)
+    from megarl.learner import head  # Megatron can be imported only now
+
+    head.MAX_LOGITS = case["max_logits"] or (1 << 27)
     plan = decode(MinibatchPlan, json.dumps([case["plan"]]).encode())
     grads = gradients(learner, plan, LossWeights(**case["weights"]))
     np.savez(folder / f"{case['name']}.{rank}.npz", **grads)

@@ -11,23 +11,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megarl.config.schema import Config
 from megarl.errors import MegarlError
 from megarl.learner.learner import Learner
+from megarl.learner.loss import LossWeights
 from megarl.types import Batch, MinibatchPlan
 from tests.learner import recorded, tiny_models
+from tests.learner.parity_ranks import gradients
 
 MODEL, FOLDER = sys.argv[1], Path(sys.argv[2])
 
 
-def learner(is_shared: bool = False, **settings: Any) -> Learner:
+def learner(is_shared: bool = False, temperature: float = 1.0, **settings: Any) -> Learner:
     """A learner in fp32 with these settings of the `learner` group."""
     given = {"precision": {"params": "fp32"}, **settings}
     groups = {
         "actor": {"model": MODEL},
+        "rollout": {"sampling": {"temperature": temperature}},
         "learner": given,
         "weight_sync": {"shared_weights": is_shared},
     }
@@ -79,6 +83,39 @@ def warmed_up(plan: MinibatchPlan) -> dict[str, Any]:
         "loss": [each["loss/total"] for each in metrics],
         "same": metrics == again and torch.equal(first, second),
     }
+
+
+def gradients_of_heads(plan: MinibatchPlan) -> dict[str, Any]:
+    """How far gradients are off, by relative L2 of the worst tensor, where the output layer runs on
+    every position instead, and where it runs in parts of a few rows."""
+    from megarl.learner import head  # Megatron can be imported only after the first learner is up
+
+    one = learner(temperature=0.8)
+    weights_of_loss = LossWeights(0.2, 0.3, entropy_coef=0.01, kl_coef=0.05)
+    where, whole = head.Predictions.where, head.MAX_LOGITS
+    rows = [0, 0]
+
+    def everywhere(mask_T: torch.Tensor, *args: Any, **meaning: Any) -> Any:
+        rows[0] += int(mask_T.sum())
+        rows[1] += len(mask_T)
+        return where(torch.ones_like(mask_T), *args, **meaning)
+
+    def largest(expected: dict[str, Any]) -> float:
+        found = gradients(one, plan, weights_of_loss)
+        return max(
+            float(np.linalg.norm(found[name] - grad) / np.linalg.norm(grad))
+            for name, grad in expected.items()
+        )
+
+    expected = gradients(one, plan, weights_of_loss)
+    head.MAX_LOGITS = 3 * 256  # three rows of the padded vocabulary
+    in_parts = largest(expected)
+    head.MAX_LOGITS = whole
+    head.Predictions.where = everywhere  # type: ignore[method-assign]
+    unselected = largest(expected)
+    head.Predictions.where = where  # type: ignore[method-assign]
+    again = largest(expected)
+    return {"in parts": in_parts, "unselected": unselected, "again": again, "rows": rows}
 
 
 def still(plan: MinibatchPlan) -> bool:
@@ -157,6 +194,7 @@ def main() -> None:
         "not a number": not_a_number(plan),
         "warm-up": warmed_up(plan),
         "still": still(plan),
+        "heads": gradients_of_heads(plan),
         "bf16": in_bf16(plan, sequences),
         "shared": in_shared_memory(plan),
     }

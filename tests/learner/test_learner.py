@@ -72,6 +72,16 @@ def test_same_run_again_gives_the_same_bits(answers: dict[str, Any]) -> None:
     assert answers["warm-up"]["same"]
 
 
+def test_gradients_do_not_depend_on_where_and_in_which_parts_the_output_layer_runs(
+    answers: dict[str, Any],
+) -> None:
+    found = answers["heads"]
+    assert found["rows"][0] < found["rows"][1] / 1.5, "the output layer ran on too many positions"
+    assert found["again"] == 0.0
+    assert found["unselected"] < 1e-7
+    assert 0.0 < found["in parts"] < 5e-6  # products of three rows are rounded otherwise
+
+
 def test_learning_rate_of_zero_changes_no_weight(answers: dict[str, Any]) -> None:
     assert answers["still"]
 

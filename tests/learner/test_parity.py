@@ -26,7 +26,7 @@ CASES = {
     "qwen3-tp2-pp2": Case("qwen3", parallel={"tp": 2, "pp": 2}),
     "qwen3-dp2": Case("qwen3", dp=2),
     "qwen3-tp4": Case("qwen3", parallel={"tp": 4}),
-    "qwen3-tp2-sp-dp2": Case("qwen3", dp=2, parallel={"tp": 2}, learner=SP),
+    "qwen3-tp2-sp-dp2": Case("qwen3", dp=2, parallel={"tp": 2}, learner=SP, max_logits=1000),
     RECOMPUTED: Case(
         "qwen3",
         dp=2,
@@ -34,7 +34,7 @@ CASES = {
         more={"kl": {"coef": 0.05}, "correction": {"old_logprobs": "recomputed"}},
     ),
     "llama-tp1": Case("llama"),
-    "llama-tp2": Case("llama", parallel={"tp": 2}),
+    "llama-tp2": Case("llama", parallel={"tp": 2}, max_logits=1000),
     "llama-pp2-dp2": Case("llama", dp=2, parallel={"pp": 2}),
     "qwen2-tp1": Case("qwen2"),
     "qwen2-tp2": Case("qwen2", parallel={"tp": 2}),
