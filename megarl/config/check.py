@@ -83,6 +83,7 @@ def check_settings(config: Config) -> list[Violation]:
         check_urls,
         check_sync,
         _transformer_fields,
+        _schedule,
         _prompts,
         _reward,
         _evaluation,
@@ -180,6 +181,30 @@ def _probe(config: Config) -> Iterator[Violation]:
 def _transformer_fields(config: Config) -> Iterator[Violation]:
     for text in field_violations(config.learner.transformer_config):
         yield Violation(text, ("learner.transformer_config",))
+
+
+def _schedule(config: Config) -> Iterator[Violation]:
+    """What falls has to fall, from above and after it has risen."""
+    optimizer, group = config.learner.optimizer, "learner.optimizer"
+    if optimizer.schedule == "constant":
+        for name in ("min_lr", "decay_steps"):
+            if getattr(optimizer, name):
+                found = getattr(optimizer, name)
+                yield _pointless(f"{group}.{name}", found, f"{group}.schedule", "constant")
+        return
+    if optimizer.min_lr > optimizer.lr:
+        yield Violation(
+            f"{group}.min_lr = {optimizer.min_lr} is above {group}.lr = {optimizer.lr}; lower it",
+            (f"{group}.min_lr", f"{group}.lr"),
+        )
+    if config.decay_steps <= optimizer.warmup_steps:
+        whole = "" if optimizer.decay_steps else ", the whole run,"
+        yield Violation(
+            f"{group}.schedule = {optimizer.schedule} ends at optimizer step {config.decay_steps}"
+            f"{whole} when {group}.warmup_steps = {optimizer.warmup_steps} are not over; lower "
+            "them, or raise decay_steps",
+            tuple(f"{group}.{name}" for name in ("decay_steps", "warmup_steps", "schedule")),
+        )
 
 
 def _prompts(config: Config) -> Iterator[Violation]:

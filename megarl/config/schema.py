@@ -18,6 +18,7 @@ from megarl.config.group import (
     Positive,
     PositiveFloat,
 )
+from megarl.config.optimizer import OptimizerConfig
 from megarl.config.parallel import (
     LearnerParallelConfig,
     PlacementConfig,
@@ -128,25 +129,6 @@ class PrecisionConfig(Group):
     params: Literal["fp32", "bf16"] = "bf16"
     """Format of weights and activations, in learner and rollout. The optimizer keeps fp32
     masters."""
-
-
-class OptimizerConfig(Group):
-    """AdamW."""
-
-    lr: NonNegativeFloat = 1e-6
-    """Learning rate after warm-up. 0 runs the loop without learning."""
-    warmup_steps: NonNegative = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Largest global gradient norm. 0 does not clip."""
 
 
 class LearnerConfig(Group):
@@ -364,6 +346,18 @@ class Config(Group):
     def started_servers(self) -> int:
         """Servers that the run starts: none where it is given URLs."""
         return 0 if self.rollout.urls else self.rollout.servers
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run, as far as no batch is short of samples."""
+        learner = self.learner
+        steps = learner.epochs_per_rollout * learner.optimizer_steps_per_rollout
+        return self.loop.versions * steps
+
+    @property
+    def decay_steps(self) -> int:
+        """The optimizer step at which the learning rate has come down to its least."""
+        return self.learner.optimizer.decay_steps or self.num_optimizer_steps
 
     @property
     def worst_staleness_steps(self) -> int:

@@ -15,7 +15,7 @@ from megarl.buffer.buffer import Buffer
 from megarl.config.schema import Config
 from megarl.controller.colocated import Turn
 from megarl.controller.evaluation import Evaluation
-from megarl.controller.outcome import batch_metrics, mean_over_steps
+from megarl.controller.outcome import batch_metrics, over_steps
 from megarl.controller.parity import check_batch
 from megarl.controller.publisher import Publisher
 from megarl.controller.resume import Checkpoints
@@ -64,7 +64,7 @@ class Loop:
             await self.weight_sync.leave_version()
             with step.timed("learn"):
                 steps = [await self.learner.step(m) for m in batch.minibatches]  # f
-            step.add(mean_over_steps(steps))
+            step.add(over_steps(steps))
             step.add(await self.turn.to("syncing"))
             with step.timed("weight_sync"):
                 step.add(await self.weight_sync.publish(version + 1))  # g

@@ -34,12 +34,19 @@ def batch_metrics(groups: Sequence[Group], batch: Batch, config: Config) -> dict
     }
 
 
-def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each number over a rollout batch's optimizer steps.
+SUMMED = frozenset({"optimizer/skipped_steps"})
 
-    >>> mean_over_steps([{"loss/policy": 1.0, "lr": 0.5}, {"loss/policy": 3.0, "lr": 0.5}])
-    {'loss/policy': 2.0, 'lr': 0.5}
+
+def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each number over those of a rollout batch's optimizer steps that have it.
+
+    Of skipped steps it is the sum.
+
+    >>> over_steps([{"lr": 0.5, "optimizer/skipped_steps": 0.0}, {"optimizer/skipped_steps": 1.0}])
+    {'lr': 0.5, 'optimizer/skipped_steps': 1.0}
     """
     names = dict.fromkeys(name for step in steps for name in step)
     found = {name: [step[name] for step in steps if name in step] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    return {
+        name: sum(values) / (1 if name in SUMMED else len(values)) for name, values in found.items()
+    }

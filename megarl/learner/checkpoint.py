@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megarl.learner.learner import Learner
 
 PARTIAL = ".partial"
-FORMAT = 1
+FORMAT = 2
 
 
 def save(learner: Learner, path: Path, version: int) -> None:
@@ -49,7 +49,7 @@ def save(learner: Learner, path: Path, version: int) -> None:
     state["common"] = {
         "format": FORMAT,
         "version": version,
-        "warm_up": learner.optimizer.warm_up.state_dict(),
+        "schedule": learner.optimizer.state_dict(),
         "mesh": asdict(learner.ranks.mesh),
         "shape": asdict(learner.shape),
     }
@@ -89,7 +89,7 @@ def load(learner: Learner, path: Path) -> int:
     learner.policy.model.module.load_state_dict(loaded["model"], strict=True)
     keep_settings(learner.optimizer.megatron, loaded["optimizer"])
     load_optimizer_state(learner.optimizer.megatron, loaded["optimizer"])
-    learner.optimizer.warm_up.load_state_dict(common["warm_up"])
+    learner.optimizer.load_state_dict(common["schedule"])
     if same_mesh:
         _set_rng_states(loaded["rng"])
     return int(common["version"])

@@ -7,6 +7,7 @@ in `optimizer`, checkpoints in `checkpoint`, weight sync in `weight_sync`. Knows
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +84,9 @@ class Learner:
         mark("checkpoint")
         model.load_checkpoint(config.actor.model, self.layout, rank, self.weights)
         dtype = transformer.DTYPES[config.learner.precision.params]
-        self.optimizer = optimizer.Optimizer(module, config.learner.optimizer, dtype)
+        self.optimizer = optimizer.Optimizer(
+            module, config.learner.optimizer, dtype, config.decay_steps
+        )
         self.policy = passes.Policy(
             model=module,
             ranks=self.ranks,
@@ -146,8 +149,9 @@ class Learner:
     def step(self, minibatch: MinibatchPlan) -> dict[str, float]:
         """One optimizer step on one minibatch; returns its `loss/*` and other metrics.
 
-        Raises LearnerError, on every rank and before the weights change, where a needed log-prob
-        was not scored or the gradient is not finite; ShapeError and DataError as `score` does.
+        Where the step was skipped, those that are not finite are left out. Raises LearnerError, on
+        every rank and before the weights change, where a needed log-prob was not scored or too many
+        steps were skipped in a row; ShapeError and DataError as `score` does.
         """
         self.state.require("step")
         microbatches, length = self._pack(minibatch)
@@ -175,6 +179,8 @@ class Learner:
         }
         if self._reference is not None:
             metrics["kl/mean"] = kl
+        if metrics["optimizer/skipped_steps"]:
+            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return metrics
 
     def logprobs(

@@ -3,7 +3,7 @@
 Owns what a log-prob means in the learner: log softmax(logits / temperature) over the true
 vocabulary. Columns at and beyond the vocabulary size are minus infinity before the softmax: they
 are left out of every sum. Knows nothing of models, losses or samples. Computes in fp32 whatever the
-logits are.
+logits are, of which there are two chunks at a time.
 
 T packed tokens, V columns of this tensor-parallel rank, W of them within the vocabulary.
 """
@@ -44,12 +44,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         sums_3T = torch.zeros(3, len(targets_T), dtype=torch.float32, device=logits_TV.device)
         if num_columns:
             for rows in _chunks(logits_TW):
-                z = (logits_TW[rows].float() / temperature).sub_(top_T[rows, None])
+                z = _scaled(logits_TW[rows], temperature).sub_(top_T[rows, None])
                 at_target = z.gather(1, local_T[rows, None]).squeeze(1)
                 sums_3T[2, rows] = torch.where(here_T[rows], at_target, 0.0)
                 weight = z.exp()
                 sums_3T[0, rows] = weight.sum(dim=1)
-                sums_3T[1, rows] = torch.where(weight > 0, z.mul_(weight), 0.0).sum(dim=1)
+                sums_3T[1, rows] = z.masked_fill_(weight == 0, 0.0).mul_(weight).sum(dim=1)
         _all_reduce(sums_3T, dist.ReduceOp.SUM, group)
         log_sum_T = sums_3T[0].log()
         logp_T = sums_3T[2] - log_sum_T
@@ -73,16 +73,18 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         grad_TV = torch.zeros_like(logits_TV)
         logits_TW = logits_TV[:, : ctx.num_columns]
         for rows in _chunks(logits_TW) if ctx.num_columns else ():
-            logp = (logits_TW[rows].float() / ctx.temperature).sub_(log_norm_T[rows, None])
+            logp = _scaled(logits_TW[rows], ctx.temperature).sub_(log_norm_T[rows, None])
             prob = logp.exp()
-            grad = prob * -grad_logp_T[rows, None]
-            if grad_entropy_T is not None:
-                surprise = torch.where(prob > 0, logp + entropy_T[rows, None], 0.0)
-                grad -= prob * surprise * grad_entropy_T[rows, None]
+            if grad_entropy_T is None:
+                grad = prob.mul_(-grad_logp_T[rows, None])
+            else:  # -prob * (grad_logp + grad_entropy * (logp + entropy)), in the place of logp
+                logp.masked_fill_(prob == 0, 0.0).add_(entropy_T[rows, None])
+                logp.mul_(grad_entropy_T[rows, None]).add_(grad_logp_T[rows, None])
+                grad = logp.mul_(prob.neg_())
             at_target = torch.where(here_T[rows], grad_logp_T[rows], 0.0)
             grad.scatter_add_(1, local_T[rows, None], at_target[:, None])
             grad.div_(ctx.temperature).masked_fill_(~active_T[rows, None], 0.0)
-            grad_TV[rows, : ctx.num_columns] = grad.to(grad_TV.dtype)
+            grad_TV[rows, : ctx.num_columns].copy_(grad)
         return grad_TV, None, None, None, None, None
 
 
@@ -107,6 +109,11 @@ def vocab_parallel_logprobs(
         logits_TV, targets_T, temperature, num_columns, first, tp_group
     )
     return logp_T, entropy_T
+
+
+def _scaled(logits_TW: Tensor, temperature: float) -> Tensor:
+    """logits / temperature in fp32, a new tensor."""
+    return logits_TW.to(torch.float32, copy=True).div_(temperature)
 
 
 def _chunks(logits_TW: Tensor) -> list[slice]:

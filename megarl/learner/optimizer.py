@@ -1,4 +1,4 @@
-"""AdamW on Megatron's distributed optimizer: settings, warm-up, clipping, and what it refuses.
+"""AdamW on Megatron's distributed optimizer: settings, learning rate, clipping, and what it skips.
 
 Owns the update. Knows nothing of losses, batches or checkpoints. Import it after
 `megatron_cpu.install()`.
@@ -6,53 +6,41 @@ Owns the update. Knows nothing of losses, batches or checkpoints. Import it afte
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megarl.config.schema import OptimizerConfig
+from megarl.config.optimizer import OptimizerConfig
 from megarl.errors import LearnerError
 
-
-class WarmUp:
-    """The learning rate: linear from lr / warmup_steps at the first step, then constant.
-
-    >>> warm = WarmUp(lr=0.5, warmup_steps=2)
-    >>> [warm.next() for _ in range(3)]
-    [0.25, 0.5, 0.5]
-    """
-
-    def __init__(self, lr: float, warmup_steps: int) -> None:
-        self._lr, self._warmup_steps = lr, warmup_steps
-        self.num_steps = 0
-
-    def next(self) -> float:
-        """The learning rate of the next optimizer step, which is counted."""
-        self.num_steps += 1
-        return self._lr * min(1.0, self.num_steps / max(1, self._warmup_steps))
-
-    def state_dict(self) -> dict[str, int]:
-        """For a checkpoint: the number of optimizer steps taken."""
-        return {"num_steps": self.num_steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from `state_dict()`."""
-        self.num_steps = int(state["num_steps"])
+log = logging.getLogger(__name__)
 
 
 class Optimizer:
-    """Megatron's optimizer of one model and its warm-up. `megatron` is the ChainedOptimizer."""
+    """Megatron's optimizer of one model and its schedule. `megatron` is the ChainedOptimizer.
 
-    def __init__(self, model: Any, settings: OptimizerConfig, dtype: torch.dtype) -> None:
-        """`model` is Megatron's DistributedDataParallel and holds its starting weights already."""
+    Megatron's scheduler sets the learning rate and, of each parameter group, its weight decay:
+    without it the groups of norms and biases would have that of matrices.
+    """
+
+    def __init__(
+        self, model: Any, settings: OptimizerConfig, dtype: torch.dtype, decay_steps: int
+    ) -> None:
+        """`model` is Megatron's DistributedDataParallel and holds its starting weights already.
+
+        `decay_steps` is the optimizer step at which a schedule that falls has come down.
+        """
         self.megatron = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
                 lr=settings.lr,
-                min_lr=settings.lr,
+                min_lr=settings.min_lr,
                 weight_decay=settings.weight_decay,
                 adam_beta1=settings.beta1,
                 adam_beta2=settings.beta2,
@@ -64,8 +52,25 @@ class Optimizer:
             ),
             [model],
         )
-        self.warm_up = WarmUp(settings.lr, settings.warmup_steps)
+        self._scheduler = OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0,
+            max_lr=settings.lr,
+            min_lr=min(settings.min_lr, settings.lr),
+            lr_warmup_steps=settings.warmup_steps,
+            lr_decay_steps=max(decay_steps, settings.warmup_steps + 1),
+            lr_decay_style=settings.schedule,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+        self._max_skipped = settings.max_skipped_steps
+        self._num_skipped = 0  # in a row
         self._model = model
+        if dist.get_rank() == 0:
+            inner = type(self.megatron.chained_optimizers[0].optimizer)
+            log.info("optimizer class=%s.%s", inner.__module__, inner.__name__)
 
     def clear(self) -> None:
         """Forget all gradients. Call before the first backward pass of a step."""
@@ -75,20 +80,46 @@ class Optimizer:
     def step(self) -> dict[str, float]:
         """Clip and apply the gradients. Returns grad_norm (before clipping, global) and lr.
 
-        Collective over all ranks. Raises LearnerError, on every rank and with the weights
-        unchanged, where the norm is not finite.
+        Where the norm is not finite the step is skipped, on every rank: weights, moments and
+        schedule stay as they are, and the norm and lr are left out. `optimizer/skipped_steps` is 1
+        then, else 0. Collective over all ranks. Raises LearnerError, on every rank and with the
+        weights unchanged, where more steps in a row than `max_skipped_steps` would be skipped.
         """
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):
-            raise LearnerError(
-                f"the gradient norm is {norm}; the weights were not changed. Look at the loss and "
-                "the log-prob mismatch of this step; resume from the last checkpoint with a lower "
-                "learner.optimizer.lr"
-            )
-        lr = self.warm_up.next()
-        for group in self.megatron.param_groups:
-            group["lr"] = lr
+            self._skip(norm)
+            return {"optimizer/skipped_steps": 1.0}
+        self._num_skipped = 0
+        self._scheduler.step(1)
         done, grad_norm, _ = self.megatron.step()
         assert done, "Megatron skipped an update that has a finite gradient norm"
-        return {"grad_norm": float(grad_norm), "lr": lr}
+        lr = float(self.megatron.param_groups[0]["lr"])
+        return {"grad_norm": float(grad_norm), "lr": lr, "optimizer/skipped_steps": 0.0}
+
+    def _skip(self, norm: float) -> None:
+        self._num_skipped += 1
+        if self._num_skipped > self._max_skipped:
+            raise LearnerError(
+                f"the gradient norm is {norm}, for optimizer step {self._num_skipped} in a row, "
+                f"and learner.optimizer.max_skipped_steps = {self._max_skipped}; the weights were "
+                "not changed. Look at the loss and the log-prob mismatch of these steps; resume "
+                "from the last checkpoint with a lower learner.optimizer.lr"
+            )
+        if dist.get_rank() == 0:
+            log.warning(
+                "optimizer step skipped grad_norm=%s in_a_row=%d of_at_most=%d",
+                norm,
+                self._num_skipped,
+                self._max_skipped,
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """For a checkpoint, beside Megatron's own: steps taken, and those skipped in a row."""
+        return {"num_steps": self._scheduler.num_steps, "num_skipped": self._num_skipped}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from `state_dict()`, with the settings of this run. Call it after Megatron's."""
+        self._num_skipped = state["num_skipped"]
+        self._scheduler.num_steps = state["num_steps"]
+        self._scheduler.step(0)

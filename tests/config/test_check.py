@@ -101,6 +101,29 @@ def test_broken_tokenizer_config_is_named(place) -> None:
             "weight_sync.probe_tokens = 32 and the 8 tokens before them exceed "
             "learner.max_tokens_per_microbatch = 32",
         ),
+        (
+            "--learner.optimizer.min_lr 1e-7",
+            "learner.optimizer.min_lr = 1e-07 has no meaning with learner.optimizer.schedule = "
+            "constant",
+        ),
+        (
+            "--learner.optimizer.decay_steps 9",
+            "learner.optimizer.decay_steps = 9 has no meaning with learner.optimizer.schedule",
+        ),
+        (
+            "--learner.optimizer.schedule cosine --learner.optimizer.min_lr 1",
+            "learner.optimizer.min_lr = 1.0 is above learner.optimizer.lr = 1e-06",
+        ),
+        (
+            "--learner.optimizer.schedule linear --learner.optimizer.decay_steps 5 "
+            "--learner.optimizer.warmup_steps 5",
+            "schedule = linear ends at optimizer step 5 when learner.optimizer.warmup_steps = 5",
+        ),
+        (
+            "--learner.optimizer.schedule cosine --loop.versions 5 "
+            "--learner.optimizer.warmup_steps 5",
+            "ends at optimizer step 5, the whole run, when learner.optimizer.warmup_steps = 5",
+        ),
         ("--prompts.path /no/such.jsonl", "prompts.path: /no/such.jsonl does not exist"),
         ("--prompts.path /", "prompts.path: / is a folder"),
         ("--prompts.path=", "prompts.path is not set; prompts.format = jsonl needs it"),
@@ -129,6 +152,21 @@ def test_broken_tokenizer_config_is_named(place) -> None:
 )
 def test_combination_that_cannot_run_is_refused(place, arguments: str, text: str) -> None:
     assert text in place.violation(*arguments.split())
+
+
+def test_samples_over_a_microbatch_are_allowed_where_they_are_cut_or_left_out(place) -> None:
+    for policy in ("truncate", "filter"):
+        place.load(
+            *("--learner.max_tokens_per_microbatch", "31", "--weight_sync.probe_tokens", "8"),
+            *("--learner.overlong_samples", policy),
+        )
+
+
+def test_schedule_that_falls_ends_with_the_run_unless_a_step_is_given(place) -> None:
+    arguments = ["--learner.optimizer.schedule=cosine", "--loop.versions=6"]
+    arguments += ["--learner.optimizer_steps_per_rollout=2", "--learner.epochs_per_rollout=3"]
+    assert place.load(*arguments).decay_steps == 36
+    assert place.load(*arguments, "--learner.optimizer.decay_steps=7").decay_steps == 7
 
 
 def test_generated_prompts_need_a_task_and_no_file(place) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,15 @@ def gradients(learner: Learner, plan: MinibatchPlan, weights: LossWeights) -> di
     return {name: parameter.main_grad.clone().numpy() for name, parameter in named}
 
 
+def without_end(plan: MinibatchPlan) -> MinibatchPlan:
+    """The plan with an advantage that is not finite, in the last rank's first sample."""
+    *ranks, last = (list(rank) for rank in plan.schedule)
+    at = next(index for index, refs in enumerate(last) if refs)
+    first, *others = last[at]
+    last[at] = (replace(first, advantage=math.inf), *others)
+    return replace(plan, schedule=tuple(tuple(rank) for rank in (*ranks, last)))
+
+
 def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
     """Build the learner of one layout, and record its gradients and its verbs' answers."""
     store = f"file://{folder / (case['name'] + '.store')}"
@@ -54,14 +65,21 @@ def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
     plan = decode(MinibatchPlan, json.dumps([case["plan"]]).encode())
     grads = gradients(learner, plan, LossWeights(**case["weights"]))
     np.savez(folder / f"{case['name']}.{rank}.npz", **grads)
+    learner.optimizer.megatron.prepare_grads()
+    norm = float(learner.optimizer.megatron.get_grad_norm())
     answers = {
+        "norm": norm,
         "info": learner.info(),
         "logprobs": learner.logprobs(case["sequences"]),
         "score": learner.score(Batch(0, (plan,), 0, 7)),
         "step": learner.step(plan),
+        "norm after clipping": float(learner.optimizer.megatron.get_grad_norm()),
         "step again": learner.step(plan),
     }
     digests = {name: digest(weight.numpy()) for name, weight in learner.weights.items()}
+    answers["skipped"] = learner.step(without_end(plan))["optimizer/skipped_steps"]
+    after = {name: digest(weight.numpy()) for name, weight in learner.weights.items()}
+    assert after == digests, "a skipped step changed weights"
     (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(digests))
     if rank == 0:
         (folder / f"{case['name']}.json").write_text(json.dumps(answers))

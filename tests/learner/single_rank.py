@@ -5,6 +5,7 @@ Arguments: the model folder and a folder to write in. Several learners follow ea
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -61,13 +62,107 @@ def refused_fields() -> dict[str, str]:
     }
 
 
+def moments(of: Learner) -> torch.Tensor:
+    """Both moments of all parameters, and the number of steps of each, in one row."""
+    (part,) = of.optimizer.megatron.chained_optimizers
+    states = part.optimizer.state.values()
+    return torch.cat([tensor.flatten() for state in states for tensor in state.values()])
+
+
 def not_a_number(plan: MinibatchPlan) -> dict[str, Any]:
-    """A step whose gradient is not finite."""
-    one = learner(optimizer={"lr": 1e-2})
+    """Steps whose gradient is not finite: of the data once, then of the weights again and again."""
+    refs = [list(microbatch) for microbatch in plan.schedule[0]]
+    refs[1][0] = dataclasses.replace(refs[1][0], advantage=math.inf)
+    bad = dataclasses.replace(plan, schedule=(tuple(tuple(each) for each in refs),))
+    settings = {"lr": 1e-2, "warmup_steps": 4, "max_skipped_steps": 2}
+    runs = []
+    for plans in ((plan, bad, bad, plan), (plan, plan)):
+        one = learner(optimizer=settings)
+        metrics, states = [], []
+        for each in plans:
+            metrics.append(one.step(each))
+            states.append((weights(one), moments(one), one.optimizer.state_dict()["num_steps"]))
+        runs.append((metrics, states))
+    (metrics, states), (expected, expected_states) = runs
     one.weights["decoder.final_layernorm.weight"][0] = math.nan
     before = weights(one)
-    told = refusal(lambda: one.step(plan))
-    return {"told": told, "unchanged": torch.equal(before.nan_to_num(), weights(one).nan_to_num())}
+    skipped = [one.step(plan)["optimizer/skipped_steps"] for _ in range(2)]
+    saved = one.optimizer.state_dict()
+    again = learner(optimizer=settings)
+    again.weights["decoder.final_layernorm.weight"][0] = math.nan
+    again.optimizer.load_state_dict(saved)  # it is counted on where it was saved
+    return {
+        "skipped step": metrics[1],
+        "skipped": [each["optimizer/skipped_steps"] for each in metrics],
+        "stays": all(map(same, zip(states[0], states[1], strict=True)))
+        and all(map(same, zip(states[1], states[2], strict=True))),
+        "goes on": metrics[3] == expected[1]
+        and all(map(same, zip(states[3], expected_states[1], strict=True))),
+        "in a row": skipped,
+        "told": refusal(lambda: one.step(plan)),
+        "told again": refusal(lambda: again.step(plan)),
+        "unchanged": torch.equal(before.nan_to_num(), weights(one).nan_to_num()),
+    }
+
+
+def same(pair: tuple[Any, Any]) -> bool:
+    """Whether two values, or all bits of two tensors, are."""
+    first, second = pair
+    return torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
+
+
+def falling(schedule: str) -> dict[str, Any]:
+    """Learning rates of ten steps, and of the last six of them after a checkpoint."""
+    settings = {"lr": 8e-4, "warmup_steps": 2, "schedule": schedule, "decay_steps": 7}
+    settings |= {"min_lr": 1e-4} if schedule != "constant" else {"decay_steps": 0}
+    one, again = learner(optimizer=settings), learner(optimizer=settings)
+
+    def rates(of: Learner, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            of.optimizer.clear()
+            found.append(of.optimizer.step()["lr"])
+        return found
+
+    first = rates(one, 4)
+    one.save(str(FOLDER / f"saved-{schedule}"), 1)
+    again.load(str(FOLDER / f"saved-{schedule}"))
+    rest = rates(one, 6)
+    groups = [
+        [sorted({len(p.shape) for p in g["params"]}), g["weight_decay"]]
+        for g in again.optimizer.megatron.param_groups
+    ]
+    return {"lr": first + rest, "again": rates(again, 6), "groups": groups}
+
+
+def decayed(plan: MinibatchPlan) -> dict[str, float]:
+    """How far one step with weight decay is from one without: of matrices from -lr * decay * w, of
+    vectors from nothing at all; the largest differences."""
+    found = []
+    for decay in (0.0, 0.5):
+        one = learner(optimizer={"lr": 1e-2, "weight_decay": decay})
+        before = {name: weight.clone() for name, weight in one.weights.items()}
+        one.step(plan)
+        found.append({name: weight.clone() for name, weight in one.weights.items()})
+    plain, with_decay = found
+    off = {1: 0.0, 2: 0.0}
+    largest = 0.0
+    for name, weight in before.items():
+        expected = -1e-2 * 0.5 * weight if weight.dim() > 1 else torch.zeros_like(weight)
+        difference = (with_decay[name] - plain[name] - expected).abs().max()
+        off[weight.dim()] = max(off[weight.dim()], float(difference))
+        largest = max(largest, float(expected.abs().max()))
+    return {"vectors": off[1], "matrices": off[2], "largest": largest}
+
+
+def clipped(plan: MinibatchPlan) -> dict[str, float]:
+    """The gradient norm as told, that of the gradients that were applied, and of the moment."""
+    one = learner(optimizer={"lr": 1e-3, "clip_grad": 0.25})
+    told = one.step(plan)["grad_norm"]
+    (part,) = one.optimizer.megatron.chained_optimizers
+    moment = torch.cat([state["exp_avg"].flatten() for state in part.optimizer.state.values()])
+    applied = float(one.optimizer.megatron.get_grad_norm())
+    return {"told": told, "applied": applied, "moment": float(moment.norm())}
 
 
 def warmed_up(plan: MinibatchPlan) -> dict[str, Any]:
@@ -194,6 +289,9 @@ def main() -> None:
         "not a number": not_a_number(plan),
         "warm-up": warmed_up(plan),
         "still": still(plan),
+        "schedules": {name: falling(name) for name in ("constant", "linear", "cosine")},
+        "decayed": decayed(plan),
+        "clipped": clipped(plan),
         "heads": gradients_of_heads(plan),
         "bf16": in_bf16(plan, sequences),
         "shared": in_shared_memory(plan),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -57,9 +58,59 @@ def test_schedule_for_another_number_of_ranks_is_refused(answers: dict[str, Any]
     assert answers["two ranks"].startswith("ShapeError: the schedule has microbatches [3, 3]")
 
 
-def test_gradient_that_is_not_finite_is_refused_before_the_update(answers: dict[str, Any]) -> None:
-    assert answers["not a number"]["told"].startswith("LearnerError: the gradient norm is nan")
-    assert answers["not a number"]["unchanged"]
+def test_step_whose_gradient_is_not_finite_is_skipped_and_counted(answers: dict[str, Any]) -> None:
+    found = answers["not a number"]
+    assert found["skipped"] == [0.0, 1.0, 1.0, 0.0]
+    assert found["stays"], "a skipped step changed weights, moments or the schedule"
+    assert "grad_norm" not in found["skipped step"] and "lr" not in found["skipped step"]
+    assert found["skipped step"]["packing/efficiency"] > 0.5
+    assert all(math.isfinite(value) for value in found["skipped step"].values())
+
+
+def test_step_after_skipped_ones_is_that_of_a_run_without_them(answers: dict[str, Any]) -> None:
+    assert answers["not a number"]["goes on"]
+
+
+def test_more_skipped_steps_in_a_row_than_allowed_end_the_run(answers: dict[str, Any]) -> None:
+    found = answers["not a number"]
+    assert found["in a row"] == [1.0, 1.0]
+    for told in (found["told"], found["told again"]):
+        assert told.startswith("LearnerError: the gradient norm is nan, for optimizer step 3 in a ")
+        assert "learner.optimizer.max_skipped_steps = 2" in told
+    assert found["unchanged"]
+
+
+def test_learning_rate_rises_and_falls_as_its_formula_says_also_after_a_resume(
+    answers: dict[str, Any],
+) -> None:
+    top, least, warm, last = 8e-4, 1e-4, 2, 7
+    shapes = {
+        "constant": lambda part: top,
+        "linear": lambda part: top - (top - least) * part,
+        "cosine": lambda part: least + (top - least) * (1 + math.cos(math.pi * part)) / 2,
+    }
+    for name, shape in shapes.items():
+        found = answers["schedules"][name]
+        expected = [
+            top * step / warm if step <= warm else shape(min(1.0, (step - warm) / (last - warm)))
+            for step in range(1, 11)
+        ]
+        assert found["lr"] == pytest.approx(expected, rel=1e-12), name
+        assert found["again"] == found["lr"][4:]
+
+
+def test_weight_decay_is_of_matrices_and_of_no_vector(answers: dict[str, Any]) -> None:
+    found = answers["decayed"]
+    assert found["vectors"] == 0.0
+    assert found["matrices"] < 1e-6
+    assert found["largest"] > 1e-3
+
+
+def test_gradients_are_scaled_to_the_norm_they_are_clipped_at(answers: dict[str, Any]) -> None:
+    found = answers["clipped"]
+    assert found["told"] > 1.0
+    assert found["applied"] == pytest.approx(0.25, rel=1e-5)
+    assert found["moment"] == pytest.approx((1 - 0.9) * 0.25, rel=1e-5)
 
 
 def test_learning_rate_warms_up_and_the_loss_falls(answers: dict[str, Any]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megarl.learner import logprobs
 from megarl.learner.logprobs import vocab_parallel_logprobs
@@ -88,6 +91,36 @@ def test_logprobs_and_entropy_over_two_ranks_are_those_of_the_full_softmax(tmp_p
 def test_logprobs_in_chunks_are_those_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "MAX_FP32_ELEMENTS", 500)  # 4 rows of 101 columns
     check(0, 1, vocab_size=101, padded=128, dtype=torch.float32)
+
+
+class LargestFp32(TorchDispatchMode):
+    """Remembers the elements of the largest fp32 tensor that anything makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32:
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+def test_no_fp32_tensor_of_all_logits_is_made_forward_or_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits, targets, weights = inputs(101, 128, torch.bfloat16)
+    logits.requires_grad_()
+    for most in (500, ROWS * 128):
+        monkeypatch.setattr(logprobs, "MAX_FP32_ELEMENTS", most)
+        with LargestFp32() as seen:
+            found = vocab_parallel_logprobs(
+                logits, targets, temperature=TEMPERATURE, vocab_size=101
+            )
+            (weights[0] * found[0] + weights[1] * found[1]).sum().backward()
+        assert ROWS < seen.elements <= most
 
 
 def test_rows_without_a_gradient_get_zeros_even_where_their_logits_are_not_numbers() -> None:

@@ -121,6 +121,27 @@ def test_every_gradient_of_a_layout_is_that_of_hugging_face(name: str, ran: Ran)
     assert max(worst.values()) < 1e-5, worst
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_norm_over_all_ranks_is_that_of_hugging_face_s_gradients(
+    name: str, ran: Ran
+) -> None:
+    gradients = ran.of(name).oracle(name).gradients
+    expected = sum(float((grad.astype(np.float64) ** 2).sum()) for grad in gradients.values())
+    assert ran.of(name).answers(name)["norm"] == pytest.approx(expected**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_all_ranks_are_clipped_by_one_factor(name: str, ran: Ran) -> None:
+    answers = ran.of(name).answers(name)
+    assert answers["step"]["grad_norm"] > 1.0  # learner.optimizer.clip_grad
+    assert answers["norm after clipping"] == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_ranks_skip_a_step_whose_gradient_is_not_finite_on_one(name: str, ran: Ran) -> None:
+    assert ran.of(name).answers(name)["skipped"] == 1.0
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != RECOMPUTED])
 def test_loss_of_a_layout_is_that_of_hugging_face(name: str, ran: Ran) -> None:
     runs = ran.of(name)

@@ -1,0 +1,1 @@
+"""What `benchmarks/learner.py` measures: packing, one optimizer step, and memory of log-probs."""
