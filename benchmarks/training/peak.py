@@ -53,13 +53,14 @@ def of_megarl(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, 
     asked = Predictions.where(
         everywhere, targets, torch.device("cpu"), **meaning, tp_rank=0, tp_group=None
     )
-    return predict(
+    found = predict(
         hidden_states=hidden[:, None],
         output_layer=OutputLayer(weight),
         output_weight=weight,
         context=asked,
         scale_logits=lambda logits: logits,
     )
+    return found["logp"], found["entropy"]
 
 
 def resident(key: str) -> int:

@@ -58,8 +58,8 @@ def predict(
     context: Predictions,
     scale_logits: Any,
     **unused: object,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets, and entropy, both fp32 [T] in nats; 0 where nothing is asked.
+) -> dict[str, Tensor]:
+    """{"logp": log-probs of the targets, "entropy": ...}, fp32 [T], in nats; 0 where none is asked.
 
     Megatron's `output_processor`: called by GPTModel on the last stage in place of its output
     layer. `hidden_states` is [T, 1, H], or this tensor rank's part of it under sequence
@@ -100,4 +100,4 @@ def predict(
         values = tuple(torch.cat(each) for each in zip(*parts, strict=True))
     zeros_T = values[0].new_zeros(context.num_tokens)
     logp_T, entropy_T = (zeros_T.index_copy(0, context.positions_R, each_R) for each_R in values)
-    return logp_T, entropy_T
+    return {"logp": logp_T, "entropy": entropy_T}  # of several tensors, Megatron takes a dict only

@@ -23,7 +23,7 @@ from megarl.learner.head import Predictions, predict
 from megarl.learner.loss import LossWeights, policy_loss
 from megarl.learner.packing import PackedMicrobatch, aligned_length
 
-Values = tuple[Tensor, Tensor]  # log-probs and entropies, fp32 [T], of the loss tokens; else 0
+Values = dict[str, Tensor]  # what `head.predict` makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Scores:
 
 def forward_logprobs(
     policy: Policy, microbatches: Sequence[PackedMicrobatch], length: int
-) -> list[Values]:
+) -> list[tuple[Tensor, Tensor]]:
     """(logp_T, entropy_T) of each microbatch, fp32; on the last pipeline stage, else empty.
 
     They are those of the loss tokens, and 0 elsewhere.
@@ -69,8 +69,8 @@ def forward_logprobs(
 
     def collect(
         microbatch: PackedMicrobatch, _: int, values: Values, non_loss_data: bool = True
-    ) -> Values:
-        return values
+    ) -> tuple[Tensor, Tensor]:
+        return values["logp"], values["entropy"]
 
     policy.model.eval()
     with torch.no_grad():
@@ -97,7 +97,7 @@ def accumulate_gradients(
     def loss(
         microbatch: PackedMicrobatch, index: int, values: Values
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logp_T, entropy_T = values
+        logp_T, entropy_T = values["logp"], values["entropy"]
         sums = policy_loss(
             logp_T,
             entropy_T,
