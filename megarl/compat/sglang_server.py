@@ -27,6 +27,7 @@ from megarl.compat import (
     sglang_float8,
     sglang_fork,
     sglang_latent_attention,
+    sglang_paused,
 )
 from megarl.linux import set_death_signal
 
@@ -91,6 +92,7 @@ def prepare_process(argv: Sequence[str]) -> None:
         sglang_float8.install()
         sglang_deepseek_config.install()
         sglang_fork.install()
+        sglang_paused.install()
 
 
 def main() -> None:
