@@ -183,13 +183,11 @@ def publish_to(
     senders: Mapping[str, str],
     pause: PauseMode = "retract",
     get_probe: GetProbe = lambda until: None,
-    asked: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Bring one server to the messages' version and see whether it got there.
 
     `messages` has one entry for each TP rank in order; `senders` are the keys under which learner
-    ranks say how their own messages to it went. `until` is a time of `time.monotonic`. `asked` is
-    called when the server is about to be asked to copy.
+    ranks say how their own messages to it went. `until` is a time of `time.monotonic`.
     """
     calls = ServerCalls(server, until)
     ranks = {server_member(message.tp_rank): message.ack_key for message in messages}
@@ -200,7 +198,6 @@ def publish_to(
     def write() -> dict[str, Ack]:
         nonlocal reading, verdict_s
         reading = True
-        asked()
         acks = _transfer(calls, messages, board, keys, until, flush=pause != "in_place")
         reading, answered = False, time.monotonic()
         _judge(acks, len(messages), evidence, until)

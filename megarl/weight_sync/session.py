@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -52,9 +51,6 @@ from megarl.weight_sync.transport.shared import Arena, ArenaRef
 
 log = logging.getLogger(__name__)
 
-_HEAD_START_S = 1.0
-"""So long, at most, learner ranks leave the cores to the calls before a server's copy, which take
-longer beside sums. Summing takes a fraction of what the server then does."""
 _GRACE_S = 12.0  # past the deadline, for ending sessions; then a server counts as not answering
 
 
@@ -62,14 +58,12 @@ _GRACE_S = 12.0  # past the deadline, for ending sessions; then a server counts 
 class _Driving:
     """Threads that publish what was staged, one to each server, and what each has come to.
 
-    `sums` and `probe` are settled while they do so. `asked` is set when the first server is asked
-    to copy, or is given up before.
+    `sums` and `probe` are settled while they do so.
     """
 
     staged: Sequence[Staged]
     sums: Pending[Summed]
     probe: PendingProbe
-    asked: threading.Event = field(default_factory=threading.Event)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
 
@@ -151,11 +145,10 @@ class WeightSync:
         driving = self._start_driving(order, servers, staged, until) if first else None
         # Both on all ranks together, while servers take the weights; errors come with the report.
         pending = (driving.sums, driving.probe) if driving else (None, None)
-        begin = partial(driving.asked.wait, _HEAD_START_S) if driving and servers else lambda: None
         work = self.sender.checksums if order.targets else dict
         score = self._probe if order.targets else None
         try:
-            settle_sums(self._group, self._rank, work, pending[0], begin)
+            settle_sums(self._group, self._rank, work, pending[0])
             settle_probe(self._group, self._rank, score, pending[1])
             mine = self._deliver(order, servers, driving, until) if driving else None
             report = from_first(self._group, mine)
@@ -276,10 +269,7 @@ class WeightSync:
 
         def run(index: int, server: ServerEndpoint) -> None:
             target = order.targets[index]
-            try:
-                driving.outcomes[index] = self._drive_one(server, order, target, driving, until)
-            finally:
-                driving.asked.set()
+            driving.outcomes[index] = self._drive_one(server, order, target, driving, until)
 
         for index, server in enumerate(servers):
             name = f"weight-sync-{server.name}"
@@ -346,7 +336,6 @@ class WeightSync:
             keys,
             self._pause,
             driving.probe.wait,
-            driving.asked.set,
         )
 
     def _messages(

@@ -45,17 +45,10 @@ def settle_sums(
     rank: int,
     work: Callable[[], Mapping[str, int]],
     pending: Pending[Summed] | None,
-    begin: Callable[[], object] = lambda: None,
 ) -> None:
-    """Sum the weights on all ranks, and give the sums to those who wait for them on rank 0.
-
-    No rank begins before rank 0 has returned from `begin`.
-    """
+    """Sum the weights on all ranks, and give the sums to those who wait for them on rank 0."""
     total = Summed(error="the learner's ranks did not sum their weights together")
     try:
-        if rank == 0:
-            begin()
-        from_first(group, None)
         total = added_up(from_all(group, _summed(work, rank)))
     finally:
         if pending is not None:

@@ -92,11 +92,15 @@ class Running:
 
 async def set_version(endpoint: ServerEndpoint, version: int) -> None:
     """What the weight sync does last."""
-    headers = {"Authorization": f"Bearer {endpoint.admin_key}"}
     body = {"new_version": str(version), "abort_all_requests": False}
+    await post(endpoint, "/update_weight_version", body)
+
+
+async def post(endpoint: ServerEndpoint, route: str, body: dict[str, object]) -> None:
+    """A call that the admin key opens."""
+    headers = {"Authorization": f"Bearer {endpoint.admin_key}"}
     async with aiohttp.ClientSession() as http:
-        url = endpoint.url + "/update_weight_version"
-        async with http.post(url, json=body, headers=headers) as response:
+        async with http.post(endpoint.url + route, json=body, headers=headers) as response:
             assert response.status == 200, await response.text()
 
 
@@ -238,6 +242,21 @@ async def test_prompt_too_long_for_the_model_is_an_error_with_the_engines_text(
 ) -> None:
     with pytest.raises(RolloutError, match="maximum context length of 512"):
         await collected(running.collector(max_new_tokens=600), 1, version=0)
+
+
+async def test_paused_server_takes_no_core_and_goes_on_when_it_is_resumed(running: Running) -> None:
+    endpoint = running.pool.endpoints()[0]
+    await post(endpoint, "/pause_generation", {"mode": "retract"})
+    sampled = asyncio.create_task(collected(running.collector(), 1, version=0))
+    scheduler = psutil.Process(scheduler_pid(running.handles[-1].pid))
+    await asyncio.sleep(0.5)  # for what the pause and the requests themselves take
+    before = sum(scheduler.cpu_times()[:2])
+    await asyncio.sleep(2.0)
+    assert sum(scheduler.cpu_times()[:2]) - before < 0.2  # processor time: SGLang's loop takes 2 s
+    assert not sampled.done()
+    await post(endpoint, "/continue_generation", {})
+    (group,) = await sampled
+    assert len(group.samples) == 4
 
 
 async def test_memory_is_released_when_the_server_is_idle_and_samples_are_right_after_it(

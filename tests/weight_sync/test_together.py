@@ -29,28 +29,13 @@ def test_rank_that_has_ended_is_an_error_in_words_that_blames_no_rank_left(
     assert not is_lost_peer(WeightSyncError("of its own"))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_no_rank_sums_before_rank_0_has_returned_from_its_wait(
-    monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(together, "from_first", lambda *_: order.append("all ranks"))
-
-    def work() -> dict[str, int]:
-        order.append("sum")
-        return {"w": 1}
-
-    together.settle_sums(None, rank, work, None, lambda: order.append("wait"))
-    assert order == (["wait"] if rank == 0 else []) + ["all ranks", "sum"]
-
-
-def test_ranks_that_cannot_begin_together_are_told_to_those_who_wait_for_sums(
+def test_ranks_that_lose_each_other_are_told_to_those_who_wait_for_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def lost(*_: object) -> None:
         raise WeightSyncError("a learner rank has ended")
 
-    monkeypatch.setattr(together, "from_first", lost)
+    monkeypatch.setattr(together, "from_all", lost)
     pending: Pending[Summed] = Pending("sum their weights")
     with pytest.raises(WeightSyncError, match="has ended"):
         together.settle_sums(None, 0, dict, pending)
