@@ -99,9 +99,12 @@ async def set_version(endpoint: ServerEndpoint, version: int) -> None:
 async def post(endpoint: ServerEndpoint, route: str, body: dict[str, object]) -> None:
     """A call that the admin key opens."""
     headers = {"Authorization": f"Bearer {endpoint.admin_key}"}
-    async with aiohttp.ClientSession() as http:
-        async with http.post(endpoint.url + route, json=body, headers=headers) as response:
-            assert response.status == 200, await response.text()
+    url = endpoint.url + route
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(url, json=body, headers=headers) as response,
+    ):
+        assert response.status == 200, await response.text()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
