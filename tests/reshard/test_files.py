@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -323,7 +322,7 @@ def test_layers_that_lie_alike_in_their_files_share_a_template() -> None:
     assert sorted(kinds) == ["dense", "embedding", "final_norm", "head", "moe"]
 
 
-def test_layout_of_163_files_with_92_000_tensors_takes_seconds() -> None:
+def test_layout_of_163_files_with_92_000_tensors() -> None:
     shape = tiny_shape(
         "DeepseekV3ForCausalLM",
         num_layers=61,
@@ -343,11 +342,8 @@ def test_layout_of_163_files_with_92_000_tensors_takes_seconds() -> None:
         Path(f"model-{i:05d}.safetensors"): dict(tensors[i * size : (i + 1) * size])
         for i in range(163)
     }
-    start = time.process_time()
     layout = layout_of_headers(headers, table)
-    took_s = time.process_time() - start
     assert len(layout.rank_ids) == 163
-    assert took_s < 20  # about 3 s on an idle core
 
 
 def test_header_gives_dtype_shape_and_bytes(tmp_path: Path) -> None:

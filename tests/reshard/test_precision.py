@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -374,11 +373,8 @@ def test_deepseek_v3_goes_from_tp8_ep32_to_tp16_wholly_before_the_wire_in_half_t
     mesh = LearnerMesh(tp=8, dp=4, ep=32)
     source = megatron_layout(DEEPSEEK_V3, mesh)
     destination = sglang_layout(DEEPSEEK_V3, ServerMesh(tp=16), block)
-    start = time.process_time()
     made: Precisions = with_fp8(source, destination, block)
-    took_s = time.process_time() - start
     assert set(made.decisions.values()) == {"before"}
-    assert took_s < 3  # about 0.1 s on an idle core
     sizes = {"float8": 1, "policy": 2, "float32": 4}
     sent = sum(p.num_elements * sizes[p.precision] for p in made.destination.parameters)
     plain = sum(p.num_elements * 2 for p in source.parameters)
