@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl import __version__
-from megarl.config.load import load_config, load_layout
+from megarl.config.load import load_config, load_layout, read_config
 from megarl.config.render import render_config, toml_value
 from megarl.config.schema import Config
 from megarl.config.settings import (
@@ -37,6 +37,8 @@ megarl: reinforcement learning for language models; Megatron-Core learns, SGLang
   megarl train CONFIG [--group.setting VALUE ...]    run, or continue, what CONFIG describes
   megarl check sync CONFIG [--group.setting VALUE ...] [--dry]
                                                      start the engines and check one weight sync
+  megarl check fp8 CONFIG [--group.setting VALUE ...] [--dry]
+                                                     compare the learner in FP8 with it in bf16
   megarl config CONFIG [--group.setting VALUE ...]   print every setting, resolved and checked
   megarl reshard explain CONFIG [--group.setting VALUE ...] [--tensor NAME] [--json]
                                                      how weights travel from learner to servers
@@ -68,6 +70,15 @@ compares: the sync's own proofs, SGLang's checksums of what it loaded itself, lo
 words what is wrong and where; the exit status is 1 then. The folder of the run is not touched.
 
   --dry                 start nothing; print the plan, its bytes, and how servers will be treated
+
+megarl check fp8 CONFIG [--group.setting VALUE ...]    compare the learner in FP8 with it in bf16
+
+Starts the learner alone, computes one golden batch in both, and compares loss, log-probs and the
+gradient of each layer (docs/fp8.md). The exit status is 1 where a bound is exceeded.
+
+  --dry                 start nothing; print Megatron's fields, what is compared, what is refused
+  --batch FOLDER        group files of the golden batch; default those of the run's first version
+  --emulate             on CPUs: round numbers as the recipe does. It measures, and never trains
 """
 
 
@@ -124,9 +135,11 @@ def _dispatch(given: list[str]) -> int:
             _print(CHECK)
         case ["check", "sync", path, *rest] if not path.startswith("-"):
             return _check_sync(path, rest)
+        case ["check", "fp8", path, *rest] if not path.startswith("-"):
+            return _check_fp8(path, rest)
         case ["check", *_]:
             raise ConfigError(
-                "megarl check takes sync and a TOML file first: megarl check sync CONFIG"
+                "megarl check takes sync or fp8 and a TOML file first: megarl check sync CONFIG"
             )
         case ["train" | "config" as command, *_]:
             raise ConfigError(
@@ -179,10 +192,24 @@ def _check_sync(path: str, arguments: list[str]) -> int:
     return 0
 
 
+def _check_fp8(path: str, arguments: list[str]) -> int:
+    from megarl.launch.check_fp8 import explain_fp8, golden_batch, run_check_fp8  # as for _train
+
+    flags, overrides = _flags(arguments, ("--dry", "--emulate"), ("--batch",))
+    config = read_config(path, overrides)  # what a learner of FP8 needs is checked there
+    batch = golden_batch(config, flags.get("--batch", ""))
+    if "--dry" in flags:
+        _print(explain_fp8(config, batch))
+        return 0
+    status, text = run_check_fp8(config, batch, "--emulate" in flags)
+    _print(text)
+    return status
+
+
 def _explain(path: str, arguments: list[str]) -> str:
     from megarl.config.explain import explain_run  # other commands start without the planner
 
-    flags, overrides = _flags(arguments)
+    flags, overrides = _flags(arguments, ("--json",), ("--tensor", "--fabric", "--gpus-per-node"))
     config = load_layout(path, overrides, [_engine_args])
     return explain_run(
         config,
@@ -193,19 +220,22 @@ def _explain(path: str, arguments: list[str]) -> str:
     )
 
 
-def _flags(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The options of `reshard explain` among `arguments`, and the others."""
+def _flags(
+    arguments: list[str], alone: Sequence[str], valued: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The options of a command among `arguments`, those that stand alone and those with a value,
+    and the others."""
     flags: dict[str, str] = {}
     others: list[str] = []
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
         name, assigned, text = argument.partition("=")
-        if argument == "--json":
+        if argument in alone:
             flags[argument] = ""
-        elif name in ("--tensor", "--fabric", "--gpus-per-node"):
+        elif name in valued:
             if not assigned and (not rest or rest[0].startswith("--")):
-                raise ConfigError(f"{name} needs a value; `megarl reshard --help` describes it")
+                raise ConfigError(f"{name} needs a value; the command's --help describes it")
             flags[name] = text if assigned else rest.pop(0)
         else:
             others.append(argument)

@@ -15,6 +15,7 @@ from pathlib import Path
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape, read_shape
 from megarl.config.bounds import PROBE_CONTEXT
+from megarl.config.check_fp8 import check_fp8, check_fp8_shape
 from megarl.config.check_model import (
     LENGTHS,
     check_model_files,
@@ -24,6 +25,7 @@ from megarl.config.check_model import (
 )
 from megarl.config.check_parallel import check_ranks, check_runnable, check_servers
 from megarl.config.check_servers import check_sync, check_urls
+from megarl.config.fp8 import environment_faults
 from megarl.config.layouts import learner_layout, trained_shape
 from megarl.config.schema import Config
 from megarl.config.served import check_float8
@@ -55,6 +57,7 @@ def check_config(config: Config) -> list[Violation]:
     found += check_settings(config)
     if shape is not None and not untrained:
         found += check_shape(config, shape)
+        found += check_fp8_shape(config, shape)
         found += [] if found else _laid_out(config, shape)
     found += check_servers(config, None if untrained else shape)
     found += check_machine(config, os.environ)
@@ -84,6 +87,7 @@ def check_settings(config: Config) -> list[Violation]:
         check_sync,
         _transformer_fields,
         _schedule,
+        check_fp8,
         _prompts,
         _reward,
         _evaluation,
@@ -103,6 +107,8 @@ def check_machine(config: Config, environ: Mapping[str, str]) -> list[Violation]
                 ("launch.kind",),
             )
         )
+    for text in environment_faults(config.learner.precision, environ):
+        found.append(Violation(text, ("learner.precision.fp8_recipe",)))
     local = config.launch.kind == "local" or (config.launch.kind == "auto" and not inside_job)
     found += _ports(config, check_taken=local)
     return found

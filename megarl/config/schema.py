@@ -25,6 +25,7 @@ from megarl.config.parallel import (
     RolloutParallelConfig,
     RolloutPrecisionConfig,
 )
+from megarl.config.precision import PrecisionConfig
 from megarl.config.weight_sync import WeightSyncConfig
 
 
@@ -121,14 +122,6 @@ class RolloutConfig(Group):
         if isinstance(urls, list) and urls and "servers" not in values:
             return {**values, "servers": len(urls)}
         return values
-
-
-class PrecisionConfig(Group):
-    """Number formats of the learner."""
-
-    params: Literal["fp32", "bf16"] = "bf16"
-    """Format of weights and activations, in learner and rollout. The optimizer keeps fp32
-    masters."""
 
 
 class LearnerConfig(Group):

@@ -37,6 +37,15 @@ SET_BY = {
     "bf16": "learner.precision.params",
     "fp16": "learner.precision.params",
     "use_cpu_initialization": "launch.device",
+    "fp8": "learner.precision.fp8",
+    "fp8_recipe": "learner.precision.fp8_recipe",
+    "fp8_param": "learner.precision.fp8_param",
+    "fp8_amax_history_len": "learner.precision.fp8_amax_history",
+    "fp8_amax_compute_algo": "learner.precision.fp8_amax_algorithm",
+    "tp_only_amax_red": "learner.precision.fp8_amax_group",
+    "first_last_layers_bf16": "learner.precision.fp8_first_layers_bf16",
+    "num_layers_at_start_in_bf16": "learner.precision.fp8_first_layers_bf16",
+    "num_layers_at_end_in_bf16": "learner.precision.fp8_last_layers_bf16",
 }
 
 _OTHER_LOSS = "the loss is the policy's alone, without auxiliary losses of the router"

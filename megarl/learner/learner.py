@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from megarl.actor.shape import read_shape
 from megarl.config.bounds import PROBE_CONTEXT
+from megarl.config.fp8 import optimizer_fields, token_multiple
 from megarl.config.layouts import learner_layout, learner_mesh, trained_shape
 from megarl.config.schema import Config
-from megarl.learner import distributed, shared_weights
+from megarl.learner import accelerators, distributed, fp8, shared_weights
 from megarl.learner.control import PeerLostError
 from megarl.learner.loss import LossWeights
 from megarl.learner.packing import (
@@ -59,13 +60,15 @@ class Learner:
         """Join the other ranks, build the model and read the checkpoint `actor.model` into it.
 
         Raises LaunchError where the processes do not fit the layout, ModelError, LayoutError or
-        ConfigError where the model, its layout or `learner.transformer_config` cannot be run.
+        ConfigError where the model, its layout, `learner.transformer_config` or FP8 cannot be run,
+        LearnerError where a package that Megatron imports is broken.
         """
         self.config, self.run_dir, self._mark = config, run_dir, mark
         self.version = 0
         stored = read_shape(config.actor.model)
         self.shape = trained_shape(stored)
         self.layout = learner_layout(config, self.shape)
+        found = accelerators.find_accelerators()  # Megatron would end where one is broken
         mark("joining")
         self.ranks = distributed.start(
             learner_mesh(config),
@@ -73,6 +76,9 @@ class Learner:
             seed=config.run.seed,
             timeout_s=max(config.deadline.learner_verb_s, config.deadline.learner_start_s),
         )
+        fp8.check_process(config.learner.precision, found)
+        if self.ranks.rank == 0:
+            accelerators.tell(found, self.ranks.device.type == "cuda")
         # Megatron can be imported only now, with its CPU substitution in place.
         from megarl.learner import model, offload, optimizer, passes, transformer
 
@@ -85,7 +91,11 @@ class Learner:
         model.load_checkpoint(config.actor.model, self.layout, rank, self.weights)
         dtype = transformer.DTYPES[config.learner.precision.params]
         self.optimizer = optimizer.Optimizer(
-            module, config.learner.optimizer, dtype, config.decay_steps
+            module,
+            config.learner.optimizer,
+            dtype,
+            config.decay_steps,
+            optimizer_fields(config.learner.precision),
         )
         self.policy = passes.Policy(
             model=module,
@@ -201,7 +211,7 @@ class Learner:
             self.config.learner.max_tokens_per_microbatch,
             mesh.dp,
             self.ranks.dp_rank,
-            mesh.tp,
+            self.multiple,
         )
         self._mark("forward")
         starts = [0]
@@ -284,6 +294,11 @@ class Learner:
             self.shared_memory.close()
 
     @property
+    def multiple(self) -> int:
+        """What the tokens of a microbatch are a multiple of, for ranks to share them."""
+        return token_multiple(self.config.learner.precision, self.ranks.mesh.tp)
+
+    @property
     def _loss_weights(self) -> LossWeights:
         loss = self.config.loss
         return LossWeights(
@@ -329,7 +344,7 @@ class Learner:
         mesh = self.ranks.mesh
         check_plan(plan, mesh.dp)
         return self._together(
-            lambda: pack_minibatch(plan, self.ranks.dp_rank, mesh.tp, mesh.pp > 1)
+            lambda: pack_minibatch(plan, self.ranks.dp_rank, self.multiple, mesh.pp > 1)
         )
 
     def _together(self, work: Callable[[], Result]) -> Result:

@@ -22,6 +22,7 @@ from torch import Tensor
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import Llama3Rope, ModelShape, read_shape
 from megarl.compat import megatron_cpu
+from megarl.config.fp8 import buffer_fields
 from megarl.config.schema import LearnerConfig
 from megarl.errors import ConfigError, LayoutError
 from megarl.learner.distributed import Ranks
@@ -80,6 +81,7 @@ def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks, layout:
         use_distributed_optimizer=True,
         overlap_grad_reduce=False,
         overlap_param_gather=False,  # weights would be stale after a step until they are gathered
+        **buffer_fields(learner.precision),
     )
     return DistributedDataParallel(config, ddp, model)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,11 +31,17 @@ class Optimizer:
     """
 
     def __init__(
-        self, model: Any, settings: OptimizerConfig, dtype: torch.dtype, decay_steps: int
+        self,
+        model: Any,
+        settings: OptimizerConfig,
+        dtype: torch.dtype,
+        decay_steps: int,
+        fp8: Mapping[str, Any] | None = None,
     ) -> None:
         """`model` is Megatron's DistributedDataParallel and holds its starting weights already.
 
         `decay_steps` is the optimizer step at which a schedule that falls has come down.
+        `fp8` are Megatron's fields for weights in FP8 (`config.fp8.optimizer_fields`).
         """
         self.megatron = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -49,6 +56,7 @@ class Optimizer:
                 params_dtype=dtype,
                 use_distributed_optimizer=True,
                 clip_grad=settings.clip_grad or math.inf,
+                **(fp8 or {}),
             ),
             [model],
         )

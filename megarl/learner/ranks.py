@@ -23,8 +23,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megarl import run_paths
+from megarl.config.fp8 import environment, environment_faults
 from megarl.config.load import read_config
+from megarl.config.precision import PrecisionConfig
 from megarl.config.schema import Config
+from megarl.errors import ConfigError
 from megarl.learner.failure import Exit, cgroup_oom_kills, describe, first_failure, memory_now
 from megarl.learner.parent import PARENT_PID, die_with_parent, leave
 from megarl.learner.phases import read_phases, remove_old, write_json
@@ -71,7 +74,7 @@ def launch(
     logs.mkdir(parents=True, exist_ok=True)
     if node_rank == 0:
         remove_old(run_dir)
-    set_environment(num_nodes)
+    set_environment(num_nodes, config.learner.precision)
     oom_kills = cgroup_oom_kills()
     try:
         elastic_launch(elastic_config(config, num_nodes, node_rank, rendezvous), command[0])(
@@ -115,8 +118,16 @@ def elastic_config(config: Config, num_nodes: int, node_rank: int, rendezvous: s
     )
 
 
-def set_environment(num_nodes: int) -> None:
-    """What the ranks inherit: their launcher's pid, one thread each, loopback on one node."""
+def set_environment(num_nodes: int, precision: PrecisionConfig) -> None:
+    """What the ranks inherit: their launcher's pid, one thread each, loopback on one node, and what
+    Transformer Engine reads.
+
+    Raises ConfigError where a variable is set already that makes an FP8 recipe another one.
+    """
+    faults = list(environment_faults(precision, os.environ))
+    if faults:
+        raise ConfigError(faults)
+    os.environ.update(environment(precision))
     os.environ[PARENT_PID] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores of a node
     if num_nodes == 1:

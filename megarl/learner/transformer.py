@@ -20,8 +20,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megarl.actor.shape import LatentAttention, MixtureOfExperts, ModelShape, Yarn
+from megarl.config.fp8 import transformer_fields
 from megarl.config.schema import LearnerConfig
-from megarl.config.transformer_fields import REFUSED
+from megarl.config.transformer_fields import REFUSED, SET_BY
 from megarl.errors import ConfigError
 from megarl.reshard.megatron import check_supported
 
@@ -100,6 +101,7 @@ def _settings(shape: ModelShape, learner: LearnerConfig, on_cpu: bool) -> dict[s
         "perform_initialization": False,  # every element comes from the checkpoint
         "calculate_per_token_loss": True,  # gradients are summed over ranks, never averaged
         "finalize_model_grads_func": sum_gradients,
+        **transformer_fields(learner.precision),
     }
 
 
@@ -189,11 +191,13 @@ def _violations(extra: Mapping[str, object], ours: Mapping[str, object]) -> list
             violations.append(f"{setting}: Megatron's TransformerConfig has no such field; {hint}")
         elif name in REFUSED:
             violations.append(f"{setting}: {REFUSED[name]}; remove it")
+        elif name in SET_BY:
+            violations.append(f"{setting}: megarl sets it; use {SET_BY[name]}")
         elif name in ours:
             violations.append(
                 f"{setting}: megarl sets this field from the model and other settings; remove it"
             )
-        elif name in ("fp8", "fp4") and not has_transformer_engine():
+        elif name == "fp4" and not has_transformer_engine():
             violations.append(
                 f"{setting}: without Transformer Engine, Megatron would silently run without it"
             )

@@ -18,7 +18,7 @@ import torch
 
 from tests.gpu.machine import Machine, versions
 
-CHECKS = ("ipc", "export", "checksum", "quantize", "copies", "cycle", "offload", "engines")
+CHECKS = ("ipc", "export", "checksum", "quantize", "fp8", "copies", "cycle", "offload", "engines")
 
 
 def run(name: str, machine: Machine) -> dict[str, object]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The checks of weight sync on a machine with one NVIDIA GPU, in a few minutes.
+# The checks of weight sync, and of FP8, on a machine with one NVIDIA GPU, in a few minutes.
 #
-#   tests/gpu/run.sh [--gigabytes 15] [--cycles 20] [--only ipc,export,checksum,quantize,copies,cycle,offload,engines]
+#   tests/gpu/run.sh [--gigabytes 15] [--cycles 20] [--only ipc,export,checksum,quantize,fp8,copies,cycle,offload,engines]
 #   tests/gpu/run.sh --dry       all that needs no GPU, on a CPU over a pretended one
 #
 # PYTHON names the interpreter (python3). If its torch sees the GPU, it is used as it is: nothing is

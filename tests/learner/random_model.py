@@ -31,14 +31,15 @@ CONFIG = {
 }
 
 
-def write(folder: Path, seed: int = 5) -> Path:
+def write(folder: Path, seed: int = 5, deviation: float = 0.1, **changes: object) -> Path:
+    """Weights of that standard deviation; `changes` are fields of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     draw = np.random.default_rng(seed)
     tensors = {}
     for parameter in parameter_table(read_shape(folder)):
         center = 1.0 if "norm" in parameter.name else 0.0
-        values = draw.normal(center, 0.1, parameter.shape)
+        values = draw.normal(center, deviation, parameter.shape)
         tensors[parameter.name] = values.astype(np.float32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -55,7 +55,12 @@ def weights(of: Learner) -> torch.Tensor:
 
 def refused_fields() -> dict[str, str]:
     """What `learner.transformer_config` must not hold."""
-    fields: dict[str, Any] = {"recompute_granularty": "full", "num_layers": 3, "fp8": "hybrid"}
+    fields: dict[str, Any] = {
+        "recompute_granularty": "full",
+        "num_layers": 3,
+        "fp8": "hybrid",
+        "fp4": "e2m1",
+    }
     return {
         name: refusal(lambda one=value, field=name: learner(transformer_config={field: one}))
         for name, value in fields.items()

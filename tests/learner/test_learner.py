@@ -46,8 +46,14 @@ def test_transformer_field_that_megarl_sets_is_refused(answers: dict[str, Any]) 
     assert "megarl sets this field" in answers["fields"]["num_layers"]
 
 
-def test_fp8_without_transformer_engine_is_refused(answers: dict[str, Any]) -> None:
-    assert "silently run without it" in answers["fields"]["fp8"]
+def test_transformer_field_that_is_a_setting_is_refused_with_its_name(
+    answers: dict[str, Any],
+) -> None:
+    assert "megarl sets it; use learner.precision.fp8" in answers["fields"]["fp8"]
+
+
+def test_fp4_without_transformer_engine_is_refused(answers: dict[str, Any]) -> None:
+    assert "silently run without it" in answers["fields"]["fp4"]
 
 
 def test_mesh_of_another_size_than_the_processes_is_refused(answers: dict[str, Any]) -> None:
