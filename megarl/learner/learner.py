@@ -68,17 +68,7 @@ class Learner:
         stored = read_shape(config.actor.model)
         self.shape = trained_shape(stored)
         self.layout = learner_layout(config, self.shape)
-        found = accelerators.find_accelerators()  # Megatron would end where one is broken
-        mark("joining")
-        self.ranks = distributed.start(
-            learner_mesh(config),
-            device=config.launch.device,
-            seed=config.run.seed,
-            timeout_s=max(config.deadline.learner_verb_s, config.deadline.learner_start_s),
-        )
-        fp8.check_process(config.learner.precision, found)
-        if self.ranks.rank == 0:
-            accelerators.tell(found, self.ranks.device.type == "cuda")
+        self.ranks = self._join()
         # Megatron can be imported only now, with its CPU substitution in place.
         from megarl.learner import model, offload, optimizer, passes, transformer
 
@@ -115,6 +105,22 @@ class Learner:
                 "num_layers=%d",
                 stored.num_mtp_layers,
             )
+
+    def _join(self) -> distributed.Ranks:
+        """This rank among the others, once it is known that it can compute as it is asked to."""
+        config = self.config
+        found = accelerators.find_accelerators()  # Megatron would end where one is broken
+        self._mark("joining")
+        ranks = distributed.start(
+            learner_mesh(config),
+            device=config.launch.device,
+            seed=config.run.seed,
+            timeout_s=max(config.deadline.learner_verb_s, config.deadline.learner_start_s),
+        )
+        fp8.check_process(config.learner.precision, found)
+        if ranks.rank == 0:
+            accelerators.tell(found, ranks.device.type == "cuda")
+        return ranks
 
     def info(self) -> dict[str, int]:
         """Sizes of the mesh and the policy version that the weights are."""
