@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sample", type=int, default=150, help="how many mutants to draw")
     parser.add_argument("--only", type=int, nargs="*", help="try these numbers of the sample")
+    parser.add_argument("--tests", nargs="*", help="these files of tests, where not all")
     parser.add_argument("--out", default="", help="a file that gets a JSON line for each mutant")
     args = parser.parse_args()
     os.nice(19)
@@ -42,7 +43,7 @@ def main() -> None:
         files = sorted(Path("tests", *Path(args.folder).parts[1:]).rglob("test_*.py"))
         files += [path for path in sources if ">>> " in path.read_text(encoding="utf-8")]
         baseline = Baseline()
-        for file in files:
+        for file in args.tests or files:
             baseline.add(copy, str(file), args.folder)
         wanted = {n: m for n, m in enumerate(sample) if args.only is None or n in args.only}
         counts = Counter(Trials(copy, baseline, args.out).run(wanted))

@@ -10,19 +10,22 @@ from pathlib import Path
 import coverage
 
 from tools.mutation.rules import statement_lines
-from tools.mutation.runs import Copy, Watch
+from tools.mutation.runs import FEW_EXAMPLES, Copy, Watch
 
-FILE_LIMIT_S = 600.0
+TEST_LIMIT_S = 300.0
+LIMIT_S, LIMIT_TIMES = 20.0, 2.0  # a mutant's test may take this, and so many times its baseline
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
     """Seconds of each test that passed, and for each path and line the tests that ran it.
 
-    `early` are the paths and lines that also ran outside of a test, most of them at import.
+    `early` are the paths and lines that also ran outside of a test, most of them at import. `cut`
+    are the tests that ran with a few of their examples, with how many they have.
     """
 
     took_s: dict[str, float] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
     ran: dict[str, dict[int, set[str]]] = field(default_factory=dict)
     early: set[tuple[str, int]] = field(default_factory=set)
 
@@ -41,6 +44,11 @@ class Baseline:
     def _by_time(self, tests: set[str]) -> list[str]:
         return sorted(tests, key=lambda test: (self.took_s[test], test))
 
+    def limit_s(self, test: str, whole: bool = False) -> float:
+        """What a test may take on a mutant, with a few examples or with the `whole` number."""
+        times = self.cut.get(test, FEW_EXAMPLES) / FEW_EXAMPLES if whole else 1.0
+        return LIMIT_S + LIMIT_TIMES * times * self.took_s.get(test, LIMIT_S)
+
     def add(self, copy: Copy, file: str, scope: str) -> None:
         """Run the tests of `file` under coverage of the folder `scope`."""
         data = copy.folder / "coverage" / file.replace("/", ".")
@@ -54,20 +62,21 @@ class Baseline:
                 f"context={file}\ninclude={copy.tree}/{scope}/*\n"
             )
             measured = coverage.Coverage(config_file=str(settings))
-            watch = Watch(measured=measured)
+            watch = Watch(measured=measured, running=copy.running)
             measured.start()
             watch.run([file])
             measured.stop()
             measured.save()
             took_s = {t: s for t, s in watch.took_s.items() if t not in watch.failed}
-            passed.write_text(json.dumps(took_s))
+            passed.write_text(json.dumps([took_s, watch.cut]))
             return 0
 
-        if copy.run(work, FILE_LIMIT_S) != 0:
+        if copy.run(work, lambda _: TEST_LIMIT_S) != 0:
             print(f"{file}: did not end, left out", flush=True)
             return
-        took_s = json.loads(passed.read_text())
+        took_s, cut = json.loads(passed.read_text())
         self.took_s.update(took_s)
+        self.cut.update(cut)
         print(f"{file}: {len(took_s)} tests, {sum(took_s.values()):.1f} s", flush=True)
         for path, line, named in _lines_run(data, copy.tree):
             tests = set(took_s) if "" in named else named & set(took_s)

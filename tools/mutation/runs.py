@@ -26,6 +26,7 @@ import psutil
 import pytest
 
 POLL_S = 0.05
+FEW_EXAMPLES = 25
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: a fork ends with the process that made it
 ENGINES = ("sglang", "megatron")
 PRELOADED = (
@@ -38,14 +39,19 @@ PRELOADED = (
 class Watch:
     """A pytest plugin: runs the tests in `order`, all where it is None; keeps what they did.
 
-    `instead` gets the collected tests by name, and none is run.
+    `instead` gets the collected tests by name, and none is run. `running` is a file that gets the
+    name of the test that runs. A test of hypothesis gets `examples` at most, or its own number
+    where that is None; `cut` are those that would have had more, with how many.
     """
 
     order: Sequence[str] | None = None
     instead: Callable[[dict[str, pytest.Item]], None] | None = None
     measured: coverage.Coverage | None = None
+    running: Path | None = None
+    examples: int | None = FEW_EXAMPLES
     took_s: dict[str, float] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
+    cut: dict[str, int] = field(default_factory=dict)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Put `order` in the place of what was collected."""
@@ -71,9 +77,19 @@ class Watch:
         return 0
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Let coverage note the test that runs."""
+        """Note the test that runs, for coverage too, and bound its examples."""
         if self.measured is not None:
             self.measured.switch_context(item.nodeid)
+        if self.running is not None:
+            self.running.write_text(item.nodeid)
+        test = getattr(item, "obj", None)
+        if self.examples is not None and hypothesis.is_hypothesis_test(test):
+            own = test._hypothesis_internal_use_settings  # as hypothesis' own plugin does
+            if own.max_examples > self.examples:
+                self.cut[item.nodeid] = own.max_examples
+                test._hypothesis_internal_use_settings = hypothesis.settings(
+                    own, max_examples=self.examples
+                )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep a test's time and whether it did not pass."""
@@ -102,6 +118,11 @@ class Copy:
         """Where the sources are."""
         return self.folder / "tree"
 
+    @property
+    def running(self) -> Path:
+        """The file with the name of the test that runs."""
+        return self.folder / "running"
+
     def make(self, root: Path) -> None:
         """Copy what git knows, what is new, and compiled libraries."""
         listed = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
@@ -126,11 +147,13 @@ class Copy:
         pytest.main(["-qq", f"--rootdir={self.folder}/empty", f"{self.folder}/empty"])
         gc.freeze()
 
-    def run(self, work: Callable[[], int], limit_s: float) -> int | None:
-        """What `work` returns, in a fork inside the copy; None where it took over `limit_s`.
+    def run(self, work: Callable[[], int], limit_s: Callable[[str], float]) -> int | None:
+        """What `work` returns, in a fork inside the copy; None where a test took over its limit.
 
-        Counted are seconds of CPU and of sleep, not those in which the machine ran something else.
+        `limit_s` is asked with what `running` holds, which is "" before the first test. Counted
+        are seconds of CPU and of sleep, not those in which the machine ran something else.
         """
+        self.running.write_text("")
         child = os.fork()
         if child == 0:
             code = 70
@@ -139,11 +162,13 @@ class Copy:
                 code = work()
             finally:
                 os._exit(code)
-        code, slept_s, used_s = None, 0.0, 0.0
-        while code is None and slept_s + used_s < limit_s:
+        code, test, slept_s, used_s, before_s = None, "", 0.0, 0.0, 0.0
+        while code is None and slept_s + used_s - before_s < limit_s(test):
             time.sleep(POLL_S)
             used_s, sleeps = _usage(child)
             slept_s += POLL_S if sleeps else 0.0
+            if (now := self.running.read_text()) != test:
+                test, slept_s, before_s = now, 0.0, used_s
             done, status = os.waitpid(child, os.WNOHANG)
             code = os.waitstatus_to_exitcode(status) if done else None
         with contextlib.suppress(ProcessLookupError):
@@ -165,6 +190,7 @@ class Copy:
             PYTHONPATH=os.pathsep.join(paths),
             PYTHONDONTWRITEBYTECODE="1",
             PYTEST_DEBUG_TEMPROOT=str(self.folder),
+            MEGARL_PROPERTY_SEED="1",
         )
 
 

@@ -11,19 +11,18 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tools.mutation.baseline import Baseline
-from tools.mutation.runs import Copy, Watch
+from tools.mutation.runs import FEW_EXAMPLES, Copy, Watch
 from tools.mutation.sites import Mutant
 from tools.mutation.swap import functions_of, swap
 
 SURVIVED, KILLED, TIMED_OUT, UNCOVERED = "survived", "killed", "timed out", "not covered"
 NOT_SWAPPED = 71  # an exit status that pytest has no use for
-LIMIT_S, LIMIT_TIMES = 20.0, 2.0  # a mutant's tests may take this, and so many times their baseline
-ALL_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +65,25 @@ class Trials:
         def swapped(items: dict[str, pytest.Item]) -> None:
             os.dup2(told, 1)
             tests = [test for test in self.baseline.took_s if test in items]
-            if self.copy.run(lambda: self._collected(host, items, tests), ALL_LIMIT_S) != 0:
+            work = partial(self._collected, host, items, tests)
+            if self.copy.run(work, self.baseline.limit_s) != 0:
                 return
             functions = functions_of(f"{self.copy.tree}/")
 
-            def one(mutant: Mutant, source: str, changed: str, tests: list[str]) -> int:
+            def one(
+                mutant: Mutant, source: str, changed: str, tests: list[str], most: int | None
+            ) -> int:
                 early = (mutant.path, mutant.start[0]) in self.baseline.early
                 if early or not swap(functions, str(self.copy.tree / mutant.path), source, changed):
                     return NOT_SWAPPED
+                host.examples = most
                 return self._collected(host, items, tests)
 
             outcomes = {number: self._try(number, sample[number], one) for number in sample}
             results.write_text(json.dumps(outcomes))
 
-        host = Watch(instead=swapped)
-        self.copy.run(lambda: host.run(files, "-s"), float("inf"))
+        host = Watch(instead=swapped, running=self.copy.running)
+        self.copy.run(lambda: host.run(files, "-s"), lambda _: float("inf"))
         if not results.exists():
             raise RuntimeError(f"tests fail without any mutant: {self._by().read_text()}")
         outcomes = {int(n): outcome for n, outcome in json.loads(results.read_text()).items()}
@@ -90,25 +93,29 @@ class Trials:
             *(self._try(number, sample[number], self._imported) or "" for number in late),
         ]
 
-    def _try(
-        self, number: int, mutant: Mutant, run: Callable[[Mutant, str, str, list[str]], int]
-    ) -> str | None:
+    def _try(self, number: int, mutant: Mutant, run: Callable[..., int]) -> str | None:
         """The outcome of `run` in a fork, which is told; None where nothing could be swapped."""
         file = self.copy.tree / mutant.path
         source = file.read_text(encoding="utf-8")
         changed = mutant.apply(source)
         assert changed is not None
         tests = self.baseline.tests_of(mutant.path, mutant.start[0])
-        limit_s = LIMIT_S + LIMIT_TIMES * sum(self.baseline.took_s[test] for test in tests)
+        more = [test for test in tests if test in self.baseline.cut]
         self._by().write_text("")
         file.write_text(changed, encoding="utf-8")  # for the processes that tests start
-        code = self.copy.run(lambda: run(mutant, source, changed, tests), limit_s) if tests else 0
+        code: int | None = 0
+        for names, most in ((tests, FEW_EXAMPLES), (more, None)):
+            if code == 0 and names:
+                work = partial(run, mutant, source, changed, names, most)
+                code = self.copy.run(work, partial(self.baseline.limit_s, whole=most is None))
         file.write_text(source, encoding="utf-8")
         if code == NOT_SWAPPED:
             return None
         named = {None: TIMED_OUT, 0: SURVIVED if tests else UNCOVERED}
         outcome = named.get(code, KILLED)
         by = self._by().read_text() or (f"exit status {code}" if outcome == KILLED else "")
+        if outcome == TIMED_OUT:
+            by = self.copy.running.read_text()
         lines = difflib.unified_diff(source.splitlines(), changed.splitlines(), n=0, lineterm="")
         at = f"{mutant.path}:{mutant.start[0]}"
         Trial(number, at, mutant.operator, list(lines)[3:], outcome, by).tell(self.out)
@@ -119,8 +126,10 @@ class Trials:
         self._by().write_text("".join(host.failed[:1]))
         return code
 
-    def _imported(self, mutant: Mutant, source: str, changed: str, tests: list[str]) -> int:
-        watch = Watch(order=tests)
+    def _imported(
+        self, mutant: Mutant, source: str, changed: str, tests: list[str], most: int | None
+    ) -> int:
+        watch = Watch(order=tests, running=self.copy.running, examples=most)
         code = watch.run(list(dict.fromkeys(test.split("::")[0] for test in tests)), "-x")
         self._by().write_text("".join(watch.failed[:1]))
         return code
