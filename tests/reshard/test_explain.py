@@ -275,6 +275,17 @@ def test_page_names_the_slowest_resource_and_its_ranks() -> None:
     assert "moved / minimum 1.0000" in " ".join(text.split())
 
 
+def test_columns_of_bytes_end_where_their_titles_do() -> None:
+    lines = page(explained(planned(*DENSE_PAIR, False, 4)), {}).splitlines()
+    (title,) = (i for i, line in enumerate(lines) if line.startswith("bytes"))
+    ends = [match.end() for match in re.finditer(r"all|busiest rank|mean", lines[title])]
+    rows = [line for line in lines[title + 1 : title + 8] if "(" in line]
+    assert len(rows) == 4  # network and fan-out, given and taken
+    for row in rows:
+        found = re.finditer(r"[\d.]+ [kMGT]?B(?: \(\w+ \d+\))?", row)
+        assert [match.end() for match in found] == ends, row
+
+
 @pytest.mark.parametrize("number", ["007", "9" * 5000, "\u0663", "1\u0663"])
 def test_only_plain_digits_are_the_number_of_an_expert(number: str) -> None:
     plan = planned(EXPERTS, MOE_LEARNER, MOE_SERVER, False, 4)

@@ -318,6 +318,18 @@ def test_layout_with_a_tensor_twice_on_a_rank_is_refused(
         make_plan(full_layout(WHOLE), layout)
 
 
+@pytest.mark.parametrize(("block", "template"), [("a", "b"), ("b", "a")])
+def test_block_that_is_laid_out_as_one_of_another_kind_is_refused(
+    block: str, template: str
+) -> None:
+    parameters = (Parameter("layers.{layer}.w", (4,), "w"),)
+    table = BlockTable((Block(block, 0),), {"a": parameters, "b": parameters})
+    held = BlockLayout(template, (held_by((0,)),))
+    layout = Layout("mixed", table, (held,), (Site(0, 0, 0, 0),), ((0,),))
+    with pytest.raises(LayoutError, match=f"a {block} block is laid out as {template}"):
+        make_plan(full_layout(table), layout)
+
+
 def test_boxes_turned_inside_out_are_refused() -> None:
     pairing = APART.pairings[number_of("embedding")]
     side = replace(pairing.destination, shard=pairing.destination.shard * 0 - 1)

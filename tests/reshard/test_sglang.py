@@ -179,7 +179,7 @@ def test_kind_of_a_layout_says_all_that_is_not_plain() -> None:
     words = "tp=4 ep=2 attention_dp=2 pp=2 servers=3 dp_head pp_layers=2+1"
     assert sglang_layout(shape, mesh).kind == f"sglang {words}"
     assert sglang_draft_layout(shape, mesh).kind == f"sglang draft {words}"
-    assert sglang_layout(tiny_shape(), ServerMesh(2), (4, 4)).kind == "sglang tp=2 fp8=4x4"
+    assert sglang_layout(tiny_shape(), ServerMesh(2), (4, 2)).kind == "sglang tp=2 fp8=4x2"
     assert sglang_layout(tiny_shape(), ServerMesh(cpu=True)).kind == "sglang tp=1 cpu"
 
 
