@@ -109,7 +109,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The working tree in `folder`/tree; beside it modules that keep the engines out."""
+    """The working tree in `folder`/tree; in it modules that keep the engines out."""
 
     folder: Path
 
@@ -132,9 +132,8 @@ class Copy:
             if (root / name).is_file():
                 (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, self.tree / name)
-        (self.folder / "blocked").mkdir()
-        for engine in ENGINES:
-            (self.folder / "blocked" / f"{engine}.py").write_text("raise ImportError(__name__)\n")
+        for engine in ENGINES:  # in the tree: tests give it to processes as their one path
+            (self.tree / f"{engine}.py").write_text("raise ImportError(__name__)\n")
         # The hash of a source decides about its byte code: a mutant may have equal size and age.
         how = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "megarl"]
         subprocess.run([sys.executable, *how], cwd=self.tree, check=True)
@@ -184,10 +183,9 @@ class Copy:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.chdir(self.tree)
-        paths = [str(self.folder / "blocked"), str(self.tree)]
-        sys.path[0:0] = paths
+        sys.path.insert(0, str(self.tree))
         os.environ.update(
-            PYTHONPATH=os.pathsep.join(paths),
+            PYTHONPATH=str(self.tree),
             PYTHONDONTWRITEBYTECODE="1",
             PYTEST_DEBUG_TEMPROOT=str(self.folder),
             MEGARL_PROPERTY_SEED="1",
