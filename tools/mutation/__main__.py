@@ -9,6 +9,7 @@ SGLang nor Megatron can be imported. A mutant gets the tests that ran its line, 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import tempfile
 from collections import Counter
@@ -28,13 +29,17 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=150, help="how many mutants to draw")
     parser.add_argument("--only", type=int, nargs="*", help="try these numbers of the sample")
     parser.add_argument("--tests", nargs="*", help="these files of tests, where not all")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of tests for a mutant")
+    parser.add_argument("--measured", default="", help="a folder to keep the first run of tests in")
     parser.add_argument("--out", default="", help="a file that gets a JSON line for each mutant")
     args = parser.parse_args()
     os.nice(19)
     root = Path(__file__).parents[2]
     args.out = args.out and os.path.abspath(args.out)
+    kept = args.measured and os.path.abspath(args.measured)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Copy(Path(folder))
+        measured = Path(kept or copy.folder / "coverage")
         copy.make(root)
         copy.warm()
         os.chdir(copy.tree)
@@ -44,9 +49,9 @@ def main() -> None:
         files += [path for path in sources if ">>> " in path.read_text(encoding="utf-8")]
         baseline = Baseline()
         for file in args.tests or files:
-            baseline.add(copy, str(file), args.folder)
+            baseline.add(copy, str(file), args.folder, measured)
         wanted = {n: m for n, m in enumerate(sample) if args.only is None or n in args.only}
-        counts = Counter(Trials(copy, baseline, args.out).run(wanted))
+        counts = Counter(Trials(copy, baseline, args.seconds, args.out).run(wanted))
         killed = counts[KILLED] + counts[TIMED_OUT]
         print(f"{args.folder}: {killed} of {counts.total()} killed; {dict(counts)}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -48,10 +49,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Runs of a copy's tests over mutants of its files. `out` is Trial.tell's."""
+    """Runs of a copy's tests over mutants of its files. `out` is Trial.tell's.
+
+    A mutant gets `seconds` of tests at most, by the baseline's clock, and where that is not all
+    there are, few examples only.
+    """
 
     copy: Copy
     baseline: Baseline
+    seconds: float
     out: str
 
     def run(self, sample: dict[int, Mutant]) -> list[str]:
@@ -59,12 +65,13 @@ class Trials:
 
         Raises RuntimeError where the tests fail without any mutant.
         """
-        files = sorted({test.split("::")[0] for test in self.baseline.took_s})
+        used = set().union(*map(self._tests, sample.values()))
+        files = sorted({test.split("::")[0] for test in used})
         told, results = os.dup(1), self.copy.folder / "results"
 
         def swapped(items: dict[str, pytest.Item]) -> None:
             os.dup2(told, 1)
-            tests = [test for test in self.baseline.took_s if test in items]
+            tests = [test for test in self.baseline.took_s if test in used]
             work = partial(self._collected, host, items, tests)
             if self.copy.run(work, self.baseline.limit_s) != 0:
                 return
@@ -99,8 +106,8 @@ class Trials:
         source = file.read_text(encoding="utf-8")
         changed = mutant.apply(source)
         assert changed is not None
-        tests = self.baseline.tests_of(mutant.path, mutant.start[0])
-        more = [test for test in tests if test in self.baseline.cut]
+        tests = self._tests(mutant)
+        more = [test for test in tests if test in self.baseline.cut and self.seconds == math.inf]
         self._by().write_text("")
         file.write_text(changed, encoding="utf-8")  # for the processes that tests start
         code: int | None = 0
@@ -120,6 +127,9 @@ class Trials:
         at = f"{mutant.path}:{mutant.start[0]}"
         Trial(number, at, mutant.operator, list(lines)[3:], outcome, by).tell(self.out)
         return outcome
+
+    def _tests(self, mutant: Mutant) -> list[str]:
+        return self.baseline.tests_of(mutant.path, mutant.start[0], self.seconds)
 
     def _collected(self, host: Watch, items: dict[str, pytest.Item], tests: list[str]) -> int:
         code = host.run_items(items, tests)
