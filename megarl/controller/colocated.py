@@ -13,21 +13,18 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 from megarl.config.parallel import PlacementConfig
 from megarl.config.schema import Config
 from megarl.config.served import served_block
 from megarl.controller.memory import MIB, MemoryLedger
+from megarl.controller.turn import Figures, StageName, Turn
 from megarl.errors import WeightSyncError
 from megarl.learner.client import LearnerClient
 from megarl.learner.verbs import PARTS
 from megarl.observe.metrics import MetricsLog
 from megarl.rollout.occupation import TAGS
 from megarl.rollout.servers import ServerPool
-
-StageName = Literal["starting", "generating", "learning", "syncing", "saving"]
-Figures = dict[str, float | int | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +61,6 @@ def kept_at_start(config: Config, is_resumed: bool) -> frozenset[str]:
     if config.parity.enabled and not is_resumed and served_block(config) is None:
         return stages(config.placement)["starting"].servers
     return frozenset()
-
-
-class Turn:
-    """Whose turn it is on the devices. This one is of a disaggregated run: both sides keep all."""
-
-    async def to(self, stage: StageName) -> Figures:
-        """Go to `stage`; returns the `memory/*` figures of the one that ends and of the change."""
-        return {}
-
-    @asynccontextmanager
-    async def visit(self, stage: StageName) -> AsyncIterator[None]:
-        """Be in `stage` inside, and where one was before after it."""
-        yield
-
-    @asynccontextmanager
-    async def rejoining(self) -> AsyncIterator[bool]:
-        """Whether a server that has started anew can be synced now; inside, weights are there.
-
-        Where it cannot, the next sync of all servers will.
-        """
-        yield True
 
 
 class ColocatedTurn(Turn):

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from megarl.advantage.group import assign
 from megarl.buffer.buffer import Buffer
 from megarl.config.schema import Config
-from megarl.controller.colocated import Turn
 from megarl.controller.evaluation import Evaluation
 from megarl.controller.outcome import batch_metrics, over_steps
 from megarl.controller.parity import check_batch
 from megarl.controller.publisher import Publisher
 from megarl.controller.resume import Checkpoints
+from megarl.controller.turn import Turn
 from megarl.learner.client import LearnerClient
 from megarl.observe.metrics import MetricsLog, StepMetrics
 from megarl.observe.progress import Progress

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from megarl.config.bounds import mean_difference_bound, probe_bound
 from megarl.config.schema import Config
 from megarl.config.served import served_block
-from megarl.controller.colocated import Turn
+from megarl.controller.turn import Turn
 from megarl.errors import ParityError
 from megarl.learner.client import LearnerClient
 from megarl.rollout.collect import Collector

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from dataclasses import asdict
 
-from megarl.controller.colocated import Turn
+from megarl.controller.turn import Turn
 from megarl.errors import WeightSyncError
 from megarl.learner.client import LearnerClient
 from megarl.observe.metrics import MetricsLog

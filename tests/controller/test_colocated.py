@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from megarl.config.schema import Config, ParityConfig
 from megarl.controller.colocated import (
     ColocatedTurn,
-    StageName,
     kept_at_start,
     make_turn,
     stages,
 )
 from megarl.controller.memory import MIB
+from megarl.controller.turn import StageName
 from megarl.errors import DeviceMemoryError, WeightSyncError
 from megarl.learner.client import LearnerClient
 from megarl.learner.verbs import PARTS
