@@ -1,4 +1,4 @@
-"""Nodes and their GPUs, by the rules that settings, launcher, learner and servers share.
+"""Nodes, their GPUs and a role's seat on them, as settings, launcher, learner and servers see them.
 
 Owns those rules and the variables that the launcher gives its processes on a node. Processes of one
 node share memory; between nodes they do not. Imports nothing of megarl and no engine.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,40 @@ ADDRESS_VARIABLE = "MEGARL_LEARNER_ADDRESS"
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 """Set by the launcher; names this start's shared memory, megarl_<run id>_*, which it sweeps."""
 
+LOOPBACK = "127.0.0.1"
+
 Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node: its name, the address that servers on it bind to and are reached at, and its host.
+
+    Processes of one node share memory; nodes that only pretend to be several have one `host`.
+    Counts are of what the job may use there.
+    """
+
+    name: str
+    address: str
+    host: str
+    num_cpus: int
+    num_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A role's place: its nodes, in order, and which of each node's visible GPUs it has.
+
+    `gpus` is (start, end), or None on a CPU.
+    """
+
+    nodes: tuple[Node, ...]
+    gpus: tuple[int, int] | None
+
+    @property
+    def address(self) -> str:
+        """The address of its first node."""
+        return self.nodes[0].address
 
 
 def node_name(environ: Mapping[str, str]) -> str:

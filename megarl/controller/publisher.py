@@ -14,7 +14,7 @@ from megarl.controller.turn import Turn
 from megarl.errors import WeightSyncError
 from megarl.learner.client import LearnerClient
 from megarl.observe.metrics import MetricsLog
-from megarl.rollout.servers import ServerPool
+from megarl.rollout.pool import ServerPool
 from megarl.types import QuantizationError, ServerEndpoint, SyncReport
 
 log = logging.getLogger(__name__)

@@ -30,9 +30,9 @@ from megarl.prompts.dataset import load_prompts
 from megarl.prompts.sampler import PromptSampler
 from megarl.prompts.tokenizer import Tokenizer, load_tokenizer
 from megarl.reward.scorer import Scorer
-from megarl.rollout import control
+from megarl.rollout import calls
 from megarl.rollout.collect import Collector
-from megarl.rollout.servers import ServerPool
+from megarl.rollout.pool import ServerPool
 from megarl.types import Prompt, ServerEndpoint
 
 
@@ -116,7 +116,7 @@ async def begin(
     await loop.turn.to("generating")
     if gate and not saved and served_block(config) is None:  # float8 servers start empty
         for server in servers.endpoints()[:1]:  # none where it died since it was up
-            if not await control.has_start_weights(servers.http, server):
+            if not await calls.has_start_weights(servers.http, server):
                 break  # it was there before this run, and another one has synced it
             baseline = await _difference(loop, probes, server)
             parity.check(config, baseline, None, "at start")

@@ -1,6 +1,6 @@
 """`megarl check sync`: the engines of a run, started to check one weight sync, and ended.
 
-Owns where that happens and what is printed. What is checked is `controller/sync_check.py`'s.
+Owns where that happens and what is printed. What is checked is `controller/spoiled_sync.py`'s.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megarl.config.explain import explain_run
 from megarl.config.record import environment_record
 from megarl.config.schema import Config
 from megarl.config.served import served_block
-from megarl.controller.sync_check import SyncCheck, check_checkable, check_sync
+from megarl.controller.spoiled_sync import SyncCheck, check_checkable, check_sync
 from megarl.launch.folder import open_run_folder, write_environment
 from megarl.launch.run import EngineRun, logging_to
 from megarl.launch.topology import make_topology
 from megarl.learner.client import LearnerClient
 from megarl.reshard.fabric import DEFAULT, FABRICS
-from megarl.rollout.servers import ServerPool
+from megarl.rollout.pool import ServerPool
 
 SUFFIX = ".check-sync"
 HELD = {

@@ -19,9 +19,9 @@ from megarl import run_paths
 from megarl.config.schema import Config
 from megarl.errors import LaunchError
 from megarl.launch.process import Process, start
-from megarl.launch.topology import Seat, Topology
+from megarl.launch.topology import Topology
 from megarl.launch.warden import NODE_RANK
-from megarl.nodes import ADDRESS_VARIABLE, NODE_VARIABLE, RUN_ID_VARIABLE
+from megarl.nodes import ADDRESS_VARIABLE, NODE_VARIABLE, RUN_ID_VARIABLE, Seat
 
 LEARNER = "learner"
 LEARNER_GRACE_S = 4.0  # its launcher takes 3 s to end ranks that ignore SIGTERM
@@ -146,7 +146,7 @@ class Launcher:
 def learner_command(config: Config, run_dir: Path, seat: Seat) -> list[str]:
     """The command of the learner on each of its nodes."""
     python = config.launch.learner_python or sys.executable
-    argv = [python, "-m", "megarl.learner.ranks"]
+    argv = [python, "-m", "megarl.learner.agent"]
     argv += ["--config", str(run_dir / run_paths.SETTINGS), "--run-dir", str(run_dir)]
     if len(seat.nodes) > 1:
         rendezvous = f"{seat.address}:{free_port(seat.address)}"

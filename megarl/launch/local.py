@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from megarl.launch.process import Process, kill_tree
-from megarl.launch.topology import Seat
+from megarl.nodes import Seat
 
 
 class LocalSteps:

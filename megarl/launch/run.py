@@ -38,8 +38,8 @@ from megarl.learner.phases import read_phases, remove_old
 from megarl.observe.metrics import read_rows
 from megarl.observe.progress import Progress, end_table
 from megarl.reward.scorer import Scorer
+from megarl.rollout.pool import ServerPool
 from megarl.rollout.server import log_end
-from megarl.rollout.servers import ServerPool
 
 log = logging.getLogger(__name__)
 
@@ -185,15 +185,9 @@ class EngineRun:
         run_dir = self._folder.path
         endpoint = run_dir / run_paths.LEARNER_ENDPOINT
         remove_old(run_dir)  # here too: the learner's launcher may end before it does
-        seats = self._topology.servers
+        topology = self._topology
         servers = ServerPool(
-            self._config,
-            run_dir,
-            self._launcher.spawn,
-            self._topology.device,
-            hosts=[seat.address for seat in seats],
-            nodes=[seat.nodes[0].name for seat in seats],
-            gpus=[tuple(range(*seat.gpus)) if seat.gpus else () for seat in seats],
+            self._config, run_dir, self._launcher.spawn, topology.device, topology.servers
         )
         try:
             self._progress.note(

@@ -16,7 +16,7 @@ import signal
 from collections.abc import Sequence
 
 from megarl.launch.process import Process
-from megarl.launch.topology import Seat
+from megarl.nodes import Seat
 
 
 class SlurmSteps:

@@ -1,7 +1,7 @@
 """Which role runs on which node: from the settings and, inside a Slurm job, the job's own
 variables.
 
-Owns nodes, their addresses and the placement of learner and servers on them. Starts nothing.
+Owns the finding of nodes and the placement of learner and servers on them. Starts nothing.
 """
 
 from __future__ import annotations
@@ -16,43 +16,11 @@ from typing import Literal
 
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, LaunchError
-from megarl.nodes import NODE_VARIABLE, Device, node_name, visible_gpus
+from megarl.nodes import LOOPBACK, NODE_VARIABLE, Device, Node, Seat, node_name, visible_gpus
 
-LOOPBACK = "127.0.0.1"
 SCONTROL_S = 30.0  # a busy slurmctld answers late
 
 Kind = Literal["local", "slurm"]
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A node: its name, the address that servers on it bind to and are reached at, and its host.
-
-    Processes of one node share memory; nodes that only pretend to be several have one `host`.
-    Counts are of what the job may use there.
-    """
-
-    name: str
-    address: str
-    host: str
-    num_cpus: int
-    num_gpus: int
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A role's place: its nodes, in order, and which of each node's visible GPUs it has.
-
-    `gpus` is (start, end), or None on a CPU.
-    """
-
-    nodes: tuple[Node, ...]
-    gpus: tuple[int, int] | None
-
-    @property
-    def address(self) -> str:
-        """The address of its first node."""
-        return self.nodes[0].address
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from megarl.config.fp8 import optimizer_fields, token_multiple
 from megarl.config.layouts import learner_layout, learner_mesh, trained_shape
 from megarl.config.schema import Config
 from megarl.learner import accelerators, distributed, fp8, shared_weights
-from megarl.learner.control import PeerLostError
+from megarl.learner.control_group import PeerLostError
 from megarl.learner.loss import LossWeights
 from megarl.learner.packing import (
     PackedMicrobatch,

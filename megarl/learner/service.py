@@ -1,6 +1,6 @@
 """One learner rank: builds the learner, then carries out the verbs that rank 0 gets, one at a time.
 
-Owns the rank loop, what happens to an error, and how a rank ends. `megarl.learner.ranks` starts one
+Owns the rank loop, what happens to an error, and how a rank ends. `megarl.learner.agent` starts one
 process per rank. Knows nothing of losses, weights or servers: a verb is a method of the learner.
 """
 
@@ -24,7 +24,7 @@ from megarl.config.load import read_config
 from megarl.config.schema import Config
 from megarl.errors import LearnerError, MegarlError
 from megarl.learner.addresses import listen_address
-from megarl.learner.control import ControlGroup, PeerLostError, RankError, is_lost_peer
+from megarl.learner.control_group import ControlGroup, PeerLostError, RankError, is_lost_peer
 from megarl.learner.front import Call, Front
 from megarl.learner.parent import die_with_parent, leave
 from megarl.learner.phases import PhaseFile

@@ -18,7 +18,7 @@ import aiohttp
 
 from megarl.actor.config_fields import is_finite, is_integer, shown
 from megarl.errors import MALFORMED, MegarlError, RolloutError
-from megarl.rollout import control
+from megarl.rollout import calls
 from megarl.types import FinishReason, ServerEndpoint, VersionSpan
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class RolloutClient:
     async def _abort(self, endpoint: ServerEndpoint, request_ids: Sequence[str]) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ABORT_S):
-                await asyncio.shield(control.abort(self._http, endpoint, request_ids))
+                await asyncio.shield(calls.abort(self._http, endpoint, request_ids))
 
 
 def parse_reply(reply: Any, request_ids: Sequence[str], server: str) -> tuple[Completion, ...]:
@@ -212,7 +212,7 @@ def _completion(item: Any, request_id: str, server: str) -> Completion:
 
 def _version(label: Any) -> int:
     """The policy version in a label, VERSION.ATTEMPT. Raises ValueError where there is none."""
-    if label == control.UNSYNCED_LABEL:
+    if label == calls.UNSYNCED_LABEL:
         return NO_VERSION
     version = int(str(label).partition(".")[0])
     if not 0 <= version <= MAX_INT32:

@@ -11,10 +11,10 @@ import contextlib
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megarl import run_paths
 from megarl.buffer.groupfile import write_group
@@ -28,7 +28,8 @@ from megarl.rollout.client import (
     Sampling,
     ServerGoneError,
 )
-from megarl.rollout.servers import ServerPool
+from megarl.rollout.pool import ServerPool
+from megarl.rollout.tasks import all_or_none, cancelled
 from megarl.types import Group, Prompt, Sample, ServerEndpoint
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class Collector:
             for ended in asyncio.as_completed(tasks):
                 yield await ended
         finally:
-            await _cancelled(tasks)
+            await cancelled(tasks)
 
     async def evaluate(self, prompts: Sequence[Prompt], version: int) -> list[Sample]:
         """One greedy response per prompt, in the prompts' order; no file is written.
@@ -129,7 +130,7 @@ class Collector:
             _Request(f"eval-{group_id(version, position)}", prompt, 1, sampling, version)
             for position, prompt in enumerate(prompts)
         )
-        return await _all_or_none([self._one(request) for request in requests])
+        return await all_or_none([self._one(request) for request in requests])
 
     async def probe(
         self, server: ServerEndpoint, prompts: Sequence[Prompt], max_new_tokens: int
@@ -145,7 +146,7 @@ class Collector:
             _Request(f"probe-{position:04d}", prompt, 1, sampling, NO_VERSION)
             for position, prompt in enumerate(prompts)
         )
-        return await _all_or_none([self._one(request, server) for request in requests])
+        return await all_or_none([self._one(request, server) for request in requests])
 
     async def _one(self, request: _Request, server: ServerEndpoint | None = None) -> Sample:
         if server is None:
@@ -294,18 +295,3 @@ def _at_version(completions: tuple[Completion, ...], request: _Request) -> tuple
                 f"not from {request.version}; it is not used. Was a server synced meanwhile?"
             )
     return completions
-
-
-async def _all_or_none(work: Sequence[Coroutine[None, None, Sample]]) -> list[Sample]:
-    """The samples in order; where one fails, the others are cancelled."""
-    tasks = [asyncio.create_task(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        await _cancelled(tasks)
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -20,7 +20,7 @@ from megarl.actor.shape import read_shape
 from megarl.config.schema import Config
 from megarl.config.served import served_block, served_dtype
 from megarl.errors import ModelError, RolloutError
-from megarl.rollout import control
+from megarl.rollout import calls
 from megarl.rollout.command import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, DTYPES
 from megarl.rollout.server import Server
 from megarl.types import ServerEndpoint, is_loopback
@@ -93,14 +93,14 @@ class Connector:
         limit_s = min(ANSWER_S, self.config.deadline.server_start_s)
         try:
             async with asyncio.timeout(None if incarnation else limit_s):
-                await control.until(control.is_listening, self.http, server.endpoint)
+                await calls.until(calls.is_listening, self.http, server.endpoint)
         except TimeoutError:
             raise RolloutError(
                 f"{where} does not answer within {limit_s:g} s; start it, or correct the URL"
             ) from None
         try:
-            model = await control.model_info(self.http, server.endpoint)
-            facts = await control.server_info(self.http, server.endpoint)
+            model = await calls.model_info(self.http, server.endpoint)
+            facts = await calls.server_info(self.http, server.endpoint)
             found = problems(self.config, model, facts)
         except RolloutError as error:
             found = [f"answers, but not as a server of SGLang should: {error}"]

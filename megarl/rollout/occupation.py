@@ -13,14 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING
+
+import aiohttp
 
 from megarl.errors import RolloutError
-from megarl.rollout import control
+from megarl.rollout import calls
 from megarl.types import ServerEndpoint
-
-if TYPE_CHECKING:
-    from megarl.rollout.servers import ServerPool
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +72,19 @@ def _known(tags: Iterable[str]) -> frozenset[str]:
 
 
 class Occupation:
-    """What the living servers of a pool hold. A server that does not do as it is told is ended: it
-    is started anew like one that died, and holds everything then."""
+    """What living servers hold: those that `endpoints` names, called through the session `http`.
 
-    def __init__(self, pool: ServerPool) -> None:
-        self._pool = pool
+    One that does not do as it is told is ended by `end`, with why: it is started anew like one that
+    died, and holds everything then.
+    """
+
+    def __init__(
+        self,
+        endpoints: Callable[[], Iterable[ServerEndpoint]],
+        http: Callable[[], aiohttp.ClientSession],
+        end: Callable[[ServerEndpoint, str], Awaitable[None]],
+    ) -> None:
+        self._endpoints, self._http, self._end = endpoints, http, end
         self._ledger = TagLedger()
 
     async def give(self, keep: frozenset[str]) -> frozenset[str]:
@@ -90,8 +96,8 @@ class Occupation:
 
         async def release(server: ServerEndpoint, tags: frozenset[str]) -> None:
             self._ledger.release(server, tags)
-            await control.flush_cache(self._pool.http, server)
-            await control.release_memory(self._pool.http, server, sorted(tags))
+            await calls.flush_cache(self._http(), server)
+            await calls.release_memory(self._http(), server, sorted(tags))
 
         return await self._each(lambda server: self._ledger.held(server) - keep, release)
 
@@ -100,7 +106,7 @@ class Occupation:
 
         async def resume(server: ServerEndpoint, tags: frozenset[str]) -> None:
             self._ledger.resume(server, tags)
-            await control.resume_memory(self._pool.http, server, sorted(tags))
+            await calls.resume_memory(self._http(), server, sorted(tags))
 
         return await self._each(lambda server: wanted - self._ledger.held(server), resume)
 
@@ -116,8 +122,8 @@ class Occupation:
                 await work(server, tags)
             except RolloutError as error:
                 log.warning("server ended server=%s memory=%s", server.name, error)
-                await self._pool.end(server, str(error))
+                await self._end(server, str(error))
 
-        chosen = {server: choose(server) for server in self._pool.endpoints()}
+        chosen = {server: choose(server) for server in self._endpoints()}
         await asyncio.gather(*(one(server, tags) for server, tags in chosen.items() if tags))
         return frozenset().union(*chosen.values())

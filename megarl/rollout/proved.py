@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megarl.errors import RolloutError
+from megarl.rollout.calls import UNSYNCED_LABEL
 from megarl.rollout.client import Completion
-from megarl.rollout.control import UNSYNCED_LABEL
 from megarl.types import ServerEndpoint
 
 Process = tuple[str, int]

@@ -18,8 +18,8 @@ import aiohttp
 from megarl import run_paths
 from megarl.config.schema import Config
 from megarl.errors import RolloutError
-from megarl.nodes import Device
-from megarl.rollout import control, ports
+from megarl.nodes import LOOPBACK, Device, Seat
+from megarl.rollout import calls, ports
 from megarl.rollout.command import ServerPlace, server_command
 from megarl.types import ServerEndpoint
 
@@ -89,28 +89,24 @@ class Server:
         return f"{self.name}, incarnation {self.endpoint.incarnation}, is {state}{refused}"
 
 
-def own_servers(
-    config: Config,
-    hosts: Sequence[str],
-    nodes: Sequence[str],
-    gpus: Sequence[tuple[int, ...]],
-) -> list[Server]:
-    """Servers that the run starts, before they are: see `ServerPool` for the arguments."""
-    hosts = hosts or ["127.0.0.1"] * config.rollout.servers
-    assert len(hosts) == config.rollout.servers, (hosts, config.rollout.servers)
-    parallel, found = config.rollout.parallel, []
-    for index, host in enumerate(hosts):
+def own_servers(config: Config, seats: Sequence[Seat]) -> list[Server]:
+    """Servers that the run starts, before they are; without seats on this machine's loopback."""
+    count, parallel = config.rollout.servers, config.rollout.parallel
+    assert len(seats) in (0, count), (seats, count)
+    places: Sequence[Seat | None] = seats or [None] * count
+    found = []
+    for index, seat in enumerate(places):
         endpoint = ServerEndpoint(
             f"server-{index}",
             "",
             parallel.tp,
             0,
-            nodes=(nodes[index],) * parallel.tp if nodes else (),
-            gpus=gpus[index] if gpus else (),
+            nodes=(seat.nodes[0].name,) * parallel.tp if seat else (),
+            gpus=tuple(range(*seat.gpus)) if seat and seat.gpus else (),
             ep=parallel.ep,
             attention_dp=parallel.attention_dp,
         )
-        found.append(Server(index, host, endpoint))
+        found.append(Server(index, seat.address if seat else LOOPBACK, endpoint))
     return found
 
 
@@ -154,10 +150,10 @@ class Starter:
         first = self.config.launch.rollout_port
         if not first:
             return ports.free_port(server.host, taken)
-        for _ in range(int(PORT_RELEASE_S / control.POLL_S) if incarnation else 0):
+        for _ in range(int(PORT_RELEASE_S / calls.POLL_S) if incarnation else 0):
             if ports.is_free(server.host, first + server.index):
                 break
-            await asyncio.sleep(control.POLL_S)
+            await asyncio.sleep(calls.POLL_S)
         return ports.check_port(server.host, first + server.index, "launch.rollout_port")
 
     async def _start(self, server: Server, incarnation: int, port: int) -> None:
@@ -202,10 +198,10 @@ class Starter:
             ) from error
 
     async def _answers(self, endpoint: ServerEndpoint) -> None:
-        await control.until(control.is_ready, self.http, endpoint)
-        await control.until(control.is_healthy, self.http, endpoint)
-        await control.model_info(self.http, endpoint)  # opened by its key, so it is ours
-        await control.freeze_gc(self.http, endpoint)
+        await calls.until(calls.is_ready, self.http, endpoint)
+        await calls.until(calls.is_healthy, self.http, endpoint)
+        await calls.model_info(self.http, endpoint)  # opened by its key, so it is ours
+        await calls.freeze_gc(self.http, endpoint)
 
 
 def _not_up(server: Server, what: str) -> RolloutError:

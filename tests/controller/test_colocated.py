@@ -29,7 +29,7 @@ from megarl.learner.client import LearnerClient
 from megarl.learner.verbs import PARTS
 from megarl.observe.metrics import MetricsLog
 from megarl.rollout.occupation import TAGS
-from megarl.rollout.servers import ServerPool
+from megarl.rollout.pool import ServerPool
 from megarl.types import ServerEndpoint
 
 STAGES: tuple[StageName, ...] = get_args(StageName)

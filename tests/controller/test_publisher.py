@@ -17,7 +17,7 @@ from megarl.controller.publisher import Publisher
 from megarl.errors import WeightSyncError
 from megarl.learner.client import LearnerClient
 from megarl.observe.metrics import MetricsLog
-from megarl.rollout.servers import ServerPool
+from megarl.rollout.pool import ServerPool
 from megarl.types import ServerEndpoint, ServerSync, SyncReport
 
 

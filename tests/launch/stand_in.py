@@ -17,7 +17,7 @@ FAILURE = "learner rank 1 (host h, pid 7) was ended by SIGKILL in step/forward f
 
 
 def learner(run_dir: Path, behavior: str) -> int:
-    """What megarl.learner.ranks leaves in a run folder."""
+    """What megarl.learner.agent leaves in a run folder."""
     if behavior == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path(f"/dev/shm/megarl_{os.environ['MEGARL_RUN_ID']}_g0_r0").write_bytes(b"arena")

@@ -10,7 +10,8 @@ from megarl.errors import LaunchError
 from megarl.launch.launcher import Launcher, learner_command
 from megarl.launch.local import LocalSteps
 from megarl.launch.slurm import SlurmSteps
-from megarl.launch.topology import Node, Seat, make_topology
+from megarl.launch.topology import make_topology
+from megarl.nodes import Node, Seat
 from tests.launch.waiting import are_gone, read_pids
 
 CONFIG = Config.model_validate({"actor": {"model": "m"}, "launch": {"device": "cpu"}})
@@ -24,7 +25,7 @@ def launcher(run_dir: Path) -> Launcher:
 def test_learner_on_one_node_is_started_without_a_rendezvous(tmp_path: Path) -> None:
     argv = learner_command(CONFIG, tmp_path, Seat((Node("n", "127.0.0.1", "h", 1, 0),), None))
     assert argv == [
-        sys.executable, "-m", "megarl.learner.ranks",
+        sys.executable, "-m", "megarl.learner.agent",
         "--config", f"{tmp_path}/config.toml", "--run-dir", f"{tmp_path}",
     ]  # fmt: skip
 

@@ -7,7 +7,6 @@ import pytest
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, LaunchError
 from megarl.launch.topology import (
-    Node,
     expand_counts,
     launch_device,
     launch_kind,
@@ -17,6 +16,7 @@ from megarl.launch.topology import (
     resolve,
     slurm_nodes,
 )
+from megarl.nodes import Node
 
 
 def config(**groups: object) -> Config:

@@ -41,7 +41,7 @@ class RunningLearner:
         self,
         run_dir: Path,
         config: str,
-        module: str = "megarl.learner.ranks",
+        module: str = "megarl.learner.agent",
         options: tuple[str, ...] = (),
     ) -> None:
         self.run_dir, self.failure_file = run_dir, run_dir / "logs" / "learner-failure.json"

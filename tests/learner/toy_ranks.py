@@ -1,7 +1,7 @@
 """The launcher with the toy learner as its ranks."""
 
-from megarl.learner import ranks
+from megarl.learner import agent
 from megarl.learner.parent import leave
 
 if __name__ == "__main__":
-    leave(ranks.main(module="tests.learner.toy_service"))
+    leave(agent.main(module="tests.learner.toy_service"))

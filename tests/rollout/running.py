@@ -15,7 +15,7 @@ from aiohttp import web
 
 from megarl.config.schema import Config
 from megarl.rollout.command import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from megarl.rollout.servers import ServerPool
+from megarl.rollout.pool import ServerPool
 from megarl.types import Prompt, ServerEndpoint, ServerSync, SyncReport
 
 Body = dict[str, Any]

@@ -13,10 +13,10 @@ from aiohttp import web
 
 from megarl.buffer.groupfile import read_group
 from megarl.errors import ConfigError, RolloutError
-from megarl.rollout import servers as servers_module
+from megarl.rollout import pool as pool_module
 from megarl.rollout.client import NO_VERSION
 from megarl.rollout.collect import Collector
-from megarl.rollout.servers import ServerPool
+from megarl.rollout.pool import ServerPool
 from megarl.types import Group
 from tests.rollout.running import (
     Answer,
@@ -220,7 +220,7 @@ async def test_response_that_ends_before_the_report_of_its_sync_waits_for_it(
 async def test_group_held_by_a_paused_server_is_issued_again_once_that_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers_module, "SUSPECT_S", 0.2)
+    monkeypatch.setattr(pool_module, "SUSPECT_S", 0.2)
 
     async def paused(server: FakeServer, body: Body) -> web.StreamResponse:
         pool.hold(pool.endpoints())
@@ -257,7 +257,7 @@ async def test_failure_of_one_group_aborts_the_others(tmp_path: Path) -> None:
 async def test_server_that_hangs_is_started_again_and_its_groups_come_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers_module, "SUSPECT_S", 0.3)
+    monkeypatch.setattr(pool_module, "SUSPECT_S", 0.3)
 
     async def hangs(server: FakeServer, body: Body) -> web.StreamResponse:
         server.is_healthy = False

@@ -14,9 +14,10 @@ from aiohttp import web
 
 from megarl.config.schema import Config
 from megarl.errors import RolloutError
-from megarl.rollout import control, external, servers
+from megarl.rollout import calls, external
+from megarl.rollout import pool as pool_module
 from megarl.rollout.client import ServerGoneError
-from megarl.rollout.servers import ServerPool
+from megarl.rollout.pool import ServerPool
 from megarl.types import ServerEndpoint
 from tests.config.conftest import MODEL
 from tests.rollout.running import FakeServer, Fleet, make_config, verified
@@ -59,7 +60,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(external, "ANSWER_S", 0.5)
     monkeypatch.setattr(external, "RETRY_S", 0.05)
-    monkeypatch.setattr(servers, "SUSPECT_S", 0.5)
+    monkeypatch.setattr(pool_module, "SUSPECT_S", 0.5)
 
 
 async def no_spawn(*_: object) -> Any:
@@ -226,7 +227,7 @@ async def test_server_has_its_start_weights_where_nobody_has_synced_it(
     async with running(model) as (pool, outside):
         outside.model = {**outside.model, "weight_version": label}
         outside.is_healthy = is_ready
-        assert await control.has_start_weights(pool.http, pool.endpoints()[0]) is found
+        assert await calls.has_start_weights(pool.http, pool.endpoints()[0]) is found
 
 
 async def test_server_that_comes_back_as_another_is_left_out(model: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.errors import MegarlError, RolloutError
-from megarl.rollout import control
+from megarl.rollout import calls
 from megarl.rollout.client import parse_reply
 from megarl.rollout.external import problems
 from megarl.types import ServerEndpoint
@@ -79,7 +79,7 @@ def test_whatever_a_server_says_of_itself_is_what_is_wanted_or_a_problem_in_word
 
 
 def is_pair(value: Any) -> bool:
-    """Two objects: what is none is refused before (`rollout.control`)."""
+    """Two objects: what is none is refused before (`rollout.calls`)."""
     return isinstance(value, list) and len(value) == 2 and all(isinstance(v, dict) for v in value)
 
 
@@ -93,6 +93,6 @@ async def test_answer_that_is_no_object_names_server_and_route(text: str | bytes
     app.router.add_route("*", "/{path:.*}", answer)
     async with TestServer(app) as server, aiohttp.ClientSession() as http:
         endpoint = ServerEndpoint("server-7", str(server.make_url("")).rstrip("/"), 1, 0)
-        for call in (control.model_info, control.server_info, control.checksums):
+        for call in (calls.model_info, calls.server_info, calls.checksums):
             with pytest.raises(RolloutError, match="server-7: /"):
                 await call(http, endpoint)

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.errors import RolloutError
 from megarl.linux import tree_rss_bytes
-from megarl.rollout import control
+from megarl.rollout import calls
 from megarl.rollout.occupation import TAGS, TagLedger
 from megarl.types import ServerEndpoint
 from tests.rollout.running import fake_pool, make_config
@@ -122,7 +122,7 @@ async def test_server_in_doubt_is_settled_before_its_memory_may_go(
             await settled.wait()
             return True
 
-        monkeypatch.setattr(control, "is_healthy", asked)
+        monkeypatch.setattr(calls, "is_healthy", asked)
         pool.report_trouble(pool.endpoints()[0], RolloutError("no answer"))
         holding = asyncio.create_task(pool.hold_starts())
         await asyncio.sleep(0.1)

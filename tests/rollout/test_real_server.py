@@ -22,11 +22,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megarl.config.schema import Config
 from megarl.errors import RolloutError
-from megarl.rollout import control
+from megarl.rollout import calls
 from megarl.rollout.client import RolloutClient, Sampling, ServerGoneError
 from megarl.rollout.collect import Collector
 from megarl.rollout.occupation import TAGS
-from megarl.rollout.servers import ServerPool
+from megarl.rollout.pool import ServerPool
 from megarl.types import Group, Sample, ServerEndpoint
 from tests.rollout.running import (
     NumberVocabulary,
@@ -212,14 +212,14 @@ async def test_each_key_opens_its_own_calls_and_neither_shows_in_the_process_lis
 ) -> None:
     endpoint = running.pool.endpoints()[0]
     async with aiohttp.ClientSession() as http:
-        await control.freeze_gc(http, endpoint)
+        await calls.freeze_gc(http, endpoint)
         swapped = ServerEndpoint(
             "server-0", endpoint.url, 1, 0, endpoint.admin_key, endpoint.api_key
         )
         with pytest.raises(RolloutError, match="HTTP 401"):
-            await control.freeze_gc(http, swapped)
+            await calls.freeze_gc(http, swapped)
         with pytest.raises(RolloutError, match="HTTP 401"):
-            await control.model_info(http, swapped)
+            await calls.model_info(http, swapped)
     main = psutil.Process(running.handles[0].pid)
     for process in [main, *main.children(recursive=True)]:
         assert endpoint.api_key not in " ".join(process.cmdline())
@@ -233,7 +233,7 @@ async def test_aborted_requests_end_before_their_last_token(running: Running) ->
     task = asyncio.create_task(client.generate(endpoint, (5, 6), ids, sampling, 60))
     async with aiohttp.ClientSession() as http:
         while not task.done():  # an abort that comes before its request is ignored
-            await control.abort(http, endpoint, ids)
+            await calls.abort(http, endpoint, ids)
             await asyncio.wait({task}, timeout=0.05)
     with pytest.raises(ServerGoneError, match="aborted [a-h]"):
         await task
@@ -314,7 +314,7 @@ async def test_scheduler_ends_where_a_tag_is_resumed_that_was_not_released(
     endpoint = running.pool.endpoints()[0]
     async with aiohttp.ClientSession() as http:
         with pytest.raises(RolloutError):
-            await control.resume_memory(http, endpoint, ["kv_cache"])
+            await calls.resume_memory(http, endpoint, ["kv_cache"])
     async with asyncio.timeout(30):
         await running.handles[-1].wait()
 

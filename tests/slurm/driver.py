@@ -19,7 +19,8 @@ from pathlib import Path
 from megarl.config.schema import Config
 from megarl.launch.launcher import Launcher
 from megarl.launch.slurm import SlurmSteps
-from megarl.launch.topology import Seat, make_topology
+from megarl.launch.topology import make_topology
+from megarl.nodes import Seat
 
 
 def stand_in(out: Path, role: str, argv: list[str]) -> int:

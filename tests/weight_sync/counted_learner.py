@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from megarl.learner import ranks, service
+from megarl.learner import agent, service
 from megarl.learner.parent import leave
 from megarl.nodes import NODE_VARIABLE
 
@@ -37,4 +37,4 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         service.main(build=build)
     else:
-        leave(ranks.main(module="tests.weight_sync.counted_learner"))
+        leave(agent.main(module="tests.weight_sync.counted_learner"))

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
-from megarl.learner.control import is_lost_peer
+from megarl.learner.control_group import is_lost_peer
 from megarl.weight_sync import together
 from megarl.weight_sync.order import Summed
 from megarl.weight_sync.pending import Pending

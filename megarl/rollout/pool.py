@@ -1,22 +1,16 @@
-"""The rollout servers of a run: started, watched, restarted, and asked only at a version they
-proved.
+"""The rollout servers of a run as processes: started, watched, restarted, ended.
 
-Owns the choice of the least loaded server and what follows a death. How weights reach a server is
-the weight sync's; knows nothing of prompts or rewards. A server's states:
-
-    starting -> unsynced -> syncing -> routable (at one version) -> dead -> starting again ...
-
-A server whose sync was refused is unsynced again, and paused; only another sync makes it routable.
+Owns what follows a death, and what follows a doubt. Which server is asked for what is
+`routing.py`'s, how weights reach it the weight sync's; knows nothing of prompts or rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -24,33 +18,23 @@ import aiohttp
 from megarl.config.schema import Config
 from megarl.errors import MegarlError, RolloutError
 from megarl.linux import tree_rss_bytes
-from megarl.nodes import Device
-from megarl.rollout import control, external
+from megarl.nodes import Device, Seat
+from megarl.rollout import calls, external
 from megarl.rollout.external import Connector
 from megarl.rollout.occupation import Occupation
-from megarl.rollout.proved import ProvedVersions
-from megarl.rollout.server import (
-    Server,
-    Spawn,
-    Starter,
-    State,
-    described,
-    log_end,
-    own_servers,
-    url_port,
-)
-from megarl.types import ServerEndpoint, SyncReport
+from megarl.rollout.routing import SUSPECT_S, Routing
+from megarl.rollout.server import Server, Spawn, Starter, log_end, own_servers, url_port
+from megarl.rollout.tasks import all_or_none, cancelled
+from megarl.types import ServerEndpoint
 
 log = logging.getLogger(__name__)
-
-SUSPECT_S = 30.0  # a server that neither answers nor ends for so long is killed
 
 RestartHook = Callable[[ServerEndpoint], Awaitable[None]]
 
 
-class ServerPool:
-    """`rollout.servers` SGLang servers. `hosts[i]` is the address that server i binds to, nodes[i]
-    and gpus[i] say where its ranks run (see ServerEndpoint); `run_dir/logs` gets the logs.
+class ServerPool(Routing):
+    """`rollout.servers` SGLang servers, each at its seat; without seats on this machine's loopback.
+    `run_dir/logs` gets the logs.
 
     `on_restart` is called with a restarted server's endpoint, and must publish the current policy
     to it. Servers of `rollout.urls` are neither started nor ended: one that does not answer is
@@ -63,31 +47,24 @@ class ServerPool:
         run_dir: Path,
         spawn: Spawn,
         device: Device,
-        hosts: Sequence[str] = (),
-        on_restart: RestartHook | None = None,
-        nodes: Sequence[str] = (),
-        gpus: Sequence[tuple[int, ...]] = (),
+        seats: Sequence[Seat] = (),
     ) -> None:
-        self.on_restart = on_restart
-        self.occupation = Occupation(self)
-        self.versions = ProvedVersions()
+        if config.rollout.urls:
+            servers = external.servers(config, os.environ)
+        else:
+            servers = own_servers(config, seats)
+        super().__init__(servers, config.deadline)
+        self.on_restart: RestartHook | None = None
+        self.occupation = Occupation(self.endpoints, lambda: self.http, self.end)
         self._config = config
         self._run_dir = run_dir
         self._spawn = spawn
         self._device: Device = device
-        self._changed = asyncio.Condition()
-        self._failure: RolloutError | None = None
         self._is_closing = False
         self._holds_starts = False
         self._num_starting = 0  # of restarts only
-        self._tasks: set[asyncio.Task[None]] = set()
         self._in_doubt: dict[ServerEndpoint, int] = {}  # with the version it was routable at
         self._starter: Starter | Connector | None = None
-        self._servers = (
-            external.servers(config, os.environ)
-            if config.rollout.urls
-            else own_servers(config, hosts, nodes, gpus)
-        )
 
     async def start(self) -> None:
         """Start all servers and wait until each is healthy; they are unsynced then.
@@ -96,11 +73,7 @@ class ServerPool:
         log of the first server that fails or is late. The pool must be closed in any case.
         """
         self._starter = self._make_starter()
-        starts = [asyncio.create_task(self._bring_up(server, 0)) for server in self._servers]
-        try:
-            await asyncio.gather(*starts)
-        finally:
-            await _cancelled(starts)
+        await all_or_none(self._bring_up(server, 0) for server in self._servers)
         for server in self._servers:
             await self._set(server, "unsynced")
             self._in_background(self._watch(server))
@@ -122,7 +95,7 @@ class ServerPool:
     async def aclose(self) -> None:
         """Kill every server that the run has started, and wait until they are gone."""
         self._is_closing = True
-        await _cancelled(list(self._tasks))
+        await cancelled(list(self._tasks))
         handles = [server.handle for server in self._servers if server.handle is not None]
         for handle in handles:
             handle.kill()
@@ -132,40 +105,10 @@ class ServerPool:
         if self._starter is not None:
             await self._starter.http.close()
 
-    def endpoints(self) -> list[ServerEndpoint]:
-        """The servers that are up, synced or not."""
-        return [server.endpoint for server in self._servers if server.is_alive]
-
     @property
     def num_restarts(self) -> int:
         """How often servers were started again in this run."""
         return sum(server.num_restarts for server in self._servers)
-
-    def hold(self, endpoints: Sequence[ServerEndpoint]) -> None:
-        """Take servers out of routing before a newer version is written into them.
-
-        They stay out until `mark_verified`, whatever else is found out about them meanwhile.
-        """
-        for endpoint in endpoints:
-            server = self._named(endpoint.name)
-            if server.endpoint == endpoint and server.is_alive:
-                server.become("syncing")
-
-    def mark_verified(self, report: SyncReport) -> None:
-        """Make those of the report's servers routable that proved its version, and the others not.
-
-        What is said of an earlier incarnation is ignored: that process is gone.
-        """
-        for result in report.servers:
-            server = self._named(result.server)
-            if result.incarnation != server.endpoint.incarnation or not server.is_alive:
-                continue
-            if result.verified:
-                self.versions.prove(server.endpoint, result.label)
-                server.become("routable", report.version)
-            else:
-                server.become("unsynced", refusal=result.error or "no reason given")
-        self._in_background(self._notify())
 
     def restart(self, name: str, incarnation: int | None = None) -> None:
         """Kill a server, which is then started anew; nothing where that incarnation is gone."""
@@ -205,38 +148,10 @@ class ServerPool:
         return self._starter.http
 
     @property
-    def num_routable(self) -> int:
-        """Servers that are asked for tokens now."""
-        return sum(server.state == "routable" for server in self._servers)
-
-    @property
     def rss_bytes(self) -> int:
         """Resident memory of all servers' processes on this machine."""
         handles = [server.handle for server in self._servers if server.handle is not None]
         return tree_rss_bytes([handle.pid for handle in handles])
-
-    @contextlib.asynccontextmanager
-    async def acquire(self, version: int, num_samples: int = 1) -> AsyncIterator[ServerEndpoint]:
-        """The least loaded server that is routable at `version`, loaded with `num_samples` inside.
-
-        Waits for one: a server that refused a version may be synced again or restarted. Raises
-        RolloutError where a server failed for good, or the time of a start and a sync has passed.
-        """
-        limit_s = self._config.deadline.server_start_s + self._config.deadline.sync_s
-        try:
-            async with asyncio.timeout(limit_s), self._changed:
-                await self._changed.wait_for(lambda: self._candidates(version))
-                server = min(self._candidates(version), key=lambda server: server.num_inflight)
-                server.num_inflight += num_samples
-        except TimeoutError:
-            raise RolloutError(
-                f"no server was routable at version {version} within {limit_s:g} s "
-                f"(deadline.server_start_s + deadline.sync_s): {described(self._servers)}"
-            ) from None
-        try:
-            yield server.endpoint
-        finally:
-            server.num_inflight -= num_samples
 
     def report_trouble(self, endpoint: ServerEndpoint, error: Exception) -> None:
         """Take a server out of routing after a failed request, until it answers or has ended."""
@@ -256,40 +171,10 @@ class ServerPool:
         try:
             async with asyncio.timeout(SUSPECT_S):
                 # SGLang's HTTP side outlives its scheduler by seconds, so the scheduler is asked.
-                await control.until(control.is_healthy, self._starter.http, endpoint)
+                await calls.until(calls.is_healthy, self._starter.http, endpoint)
         except TimeoutError:
             return False
         return True
-
-    async def settled(self, endpoint: ServerEndpoint) -> None:
-        """Wait until a sync that is under way on this server has been decided.
-
-        Raises RolloutError where that takes longer than two attempts may.
-        """
-        server = self._named(endpoint.name)
-        limit_s = 2 * (self._config.deadline.sync_s + SUSPECT_S)
-        try:
-            async with asyncio.timeout(limit_s), self._changed:
-                await self._changed.wait_for(
-                    lambda: server.endpoint != endpoint or server.state != "syncing"
-                )
-        except TimeoutError:
-            raise RolloutError(
-                f"the weight sync of {server.name} was not decided within {limit_s:g} s"
-            ) from None
-
-    def is_routable(self, endpoint: ServerEndpoint) -> bool:
-        """Whether requests may be sent to this very process now."""
-        server = self._named(endpoint.name)
-        return server.endpoint == endpoint and server.state == "routable"
-
-    def _named(self, name: str) -> Server:
-        return next(server for server in self._servers if server.name == name)
-
-    def _candidates(self, version: int) -> list[Server]:
-        if self._failure is not None:
-            raise self._failure
-        return [s for s in self._servers if s.state == "routable" and s.version == version]
 
     async def _resolve_doubt(self, server: Server) -> None:
         """Route to it again once it answers; kill it where it does not. `_watch` sees its end.
@@ -366,35 +251,3 @@ class ServerPool:
         assert self._starter is not None
         taken = {url_port(other.endpoint) for other in self._servers}
         await self._starter.bring_up(server, incarnation, taken)
-
-    async def _set(self, server: Server, state: State) -> None:
-        server.become(state)
-        await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    def _in_background(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._background_ended)
-
-    def _background_ended(self, task: asyncio.Task[None]) -> None:
-        """An error of the pool's own work must reach those who wait for a server."""
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is None or self._failure is not None:
-            return
-        if not isinstance(error, RolloutError):
-            log.error("server pool failed", exc_info=error)
-            error = RolloutError(f"the server pool failed by itself: {error!r}; see the log")
-        self._failure = error
-        self._in_background(self._notify())
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel the tasks and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

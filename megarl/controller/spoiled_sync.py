@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, RolloutError
 from megarl.learner.client import LearnerClient
-from megarl.rollout import control
-from megarl.rollout.servers import ServerPool
+from megarl.rollout import calls
+from megarl.rollout.pool import ServerPool
 from megarl.types import ServerEndpoint, ServerSync, SyncReport
 
 VERSION = 0
@@ -50,10 +50,10 @@ async def check_sync(
     where a server does not answer, WeightSyncError where the learner cannot publish at all.
     """
     endpoints = servers.endpoints()
-    loaded = {server.name: await control.checksums(servers.http, server) for server in endpoints}
+    loaded = {server.name: await calls.checksums(servers.http, server) for server in endpoints}
     for server in endpoints:
-        await control.spoil_weights(servers.http, server)
-        spoilt = await control.checksums(servers.http, server)
+        await calls.spoil_weights(servers.http, server)
+        spoilt = await calls.checksums(servers.http, server)
         if spoilt == loaded[server.name]:
             raise RolloutError(
                 f"{server.name}: its weights are the same after they were spoiled, so that a sync "
@@ -64,7 +64,7 @@ async def check_sync(
     results = {result.server: result for result in report.servers}
     facts, wrong = [_told(report)], []
     for server in endpoints:
-        found = await control.checksums(servers.http, server)
+        found = await calls.checksums(servers.http, server)
         known = [{} for _ in found] if start_empty else loaded[server.name]
         mine = findings(server, results[server.name], known, found)
         wrong += mine

@@ -1,7 +1,8 @@
-"""Starts this node's learner ranks, watches them, ends all when one fails, says which failed first.
+"""A node's elastic agent: starts its learner ranks, watches them, ends all when one fails.
 
-A thin shell around torch's elastic launcher, without restarts: a learner that lost a rank resumes
-from a checkpoint. Knows nothing of verbs. When it ends, nothing that it started is left.
+Owns who failed first, and says so. A thin shell around torch's elastic launcher, without restarts:
+a learner that lost a rank resumes from a checkpoint. Knows nothing of verbs. When it ends, nothing
+that it started is left.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def main(argv: Sequence[str] | None = None, module: str = "megarl.learner.servic
     """Entry: this node's part of the learner. Returns the exit status."""
     die_with_parent(signal.SIGTERM)
     adopt_orphans()
-    parser = argparse.ArgumentParser(prog="python -m megarl.learner.ranks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m megarl.learner.agent", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="RUN/config.toml")
     parser.add_argument("--run-dir", type=Path, required=True, help="the run folder")
     parser.add_argument("--nnodes", type=int, default=1, help="learner nodes")

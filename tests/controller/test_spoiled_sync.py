@@ -12,11 +12,11 @@ from typing import cast
 import pytest
 
 from megarl.config.schema import Config
-from megarl.controller import sync_check
-from megarl.controller.sync_check import SyncCheck, check_checkable, check_sync
+from megarl.controller import spoiled_sync
+from megarl.controller.spoiled_sync import SyncCheck, check_checkable, check_sync
 from megarl.errors import ConfigError, RolloutError
 from megarl.learner.client import LearnerClient
-from megarl.rollout.servers import ServerPool
+from megarl.rollout.pool import ServerPool
 from megarl.types import ServerEndpoint, ServerSync, SyncReport
 
 LOADED = [{"q": "1", "k": "2"}, {"q": "3", "k": "4"}]
@@ -56,7 +56,7 @@ PROVED = ServerSync("server-0", 0, True, probe_max_abs_logprob=2e-6)
 
 
 def checked(site: Site, monkeypatch: pytest.MonkeyPatch, start_empty: bool = False) -> SyncCheck:
-    monkeypatch.setattr(sync_check, "control", site)
+    monkeypatch.setattr(spoiled_sync, "calls", site)
     learner, servers = cast(LearnerClient, site), cast(ServerPool, site)
     return asyncio.run(check_sync(learner, servers, start_empty))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
-from megarl.rollout import servers as servers_module
-from megarl.rollout.servers import ServerPool
+from megarl.rollout import pool as pool_module
+from megarl.rollout.pool import ServerPool
 from megarl.types import ServerEndpoint, ServerSync, SyncReport
 from tests.rollout.running import Fleet, fake_pool, make_config, verified
 
@@ -168,7 +168,7 @@ async def test_server_in_doubt_is_asked_again_once_it_answers(tmp_path: Path) ->
 async def test_server_in_doubt_that_stays_silent_is_started_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers_module, "SUSPECT_S", 0.3)
+    monkeypatch.setattr(pool_module, "SUSPECT_S", 0.3)
     async with fake_pool(tmp_path, make_config()) as (pool, fleet):
         fleet.servers[0].is_healthy = False
         pool.report_trouble(pool.endpoints()[0], RuntimeError("reset"))
@@ -204,7 +204,7 @@ async def test_doubt_that_ends_while_a_newer_version_is_written_does_not_route(
 async def test_server_that_a_sync_has_paused_is_not_killed_for_its_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool
 ) -> None:
-    monkeypatch.setattr(servers_module, "SUSPECT_S", 0.2)
+    monkeypatch.setattr(pool_module, "SUSPECT_S", 0.2)
     async with fake_pool(tmp_path, make_config()) as (pool, fleet):
         fleet.servers[0].is_healthy = False
         pool.report_trouble(pool.endpoints()[0], RuntimeError("reset"))
