@@ -11,9 +11,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,19 +23,29 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint import CheckpointException
 
+from megarl.actor.shape import ModelShape
 from megarl.compat.megatron_checkpoint import content, keep_settings, write_in_process
 from megarl.compat.megatron_cpu import init_optimizer_state, load_optimizer_state
 from megarl.errors import CheckpointError
+from megarl.learner.distributed import Ranks
 from megarl.learner.filesums import check_files, digests, write_digests
-
-if TYPE_CHECKING:
-    from megarl.learner.learner import Learner
+from megarl.learner.optimizer import Optimizer
 
 PARTIAL = ".partial"
 FORMAT = 2
 
 
-def save(learner: Learner, path: Path, version: int) -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class Training:
+    """What a checkpoint is of, on this rank. `model` is Megatron's DistributedDataParallel."""
+
+    model: Any
+    optimizer: Optimizer
+    ranks: Ranks
+    shape: ModelShape
+
+
+def save(training: Training, path: Path, version: int) -> None:
     """Write everything that training goes on from to the folder `path`, as policy `version`.
 
     Collective over all ranks, on a file system that they share. Written beside `path` and renamed,
@@ -43,17 +53,17 @@ def save(learner: Learner, path: Path, version: int) -> None:
     """
     partial = path.with_name(path.name + PARTIAL)
     write_in_process()
-    init_optimizer_state(learner.optimizer.megatron)
+    init_optimizer_state(training.optimizer.megatron)
     _on_rank_0(lambda: _make_empty(partial), partial)
-    state = _sharded_state(learner, is_loading=False)
+    state = _sharded_state(training, is_loading=False)
     state["common"] = {
         "format": FORMAT,
         "version": version,
-        "schedule": learner.optimizer.state_dict(),
-        "mesh": asdict(learner.ranks.mesh),
-        "shape": asdict(learner.shape),
+        "schedule": training.optimizer.state_dict(),
+        "mesh": asdict(training.ranks.mesh),
+        "shape": asdict(training.shape),
     }
-    state["rng"] = _rng(learner, _rng_states())
+    state["rng"] = _rng(training.ranks, _rng_states())
     with _told_as_checkpoint_error(partial, "cannot be written; look at the space left there"):
         dist_checkpointing.save(state, str(partial), content_metadata=content())
     found = digests(partial)
@@ -61,7 +71,7 @@ def save(learner: Learner, path: Path, version: int) -> None:
     _on_rank_0(lambda: _replace(partial, path), path)
 
 
-def load(learner: Learner, path: Path) -> int:
+def load(training: Training, path: Path) -> int:
     """Continue from what `save` wrote to `path`, at any TP, PP and DP; returns its policy version.
 
     Collective over all ranks. Settings of the optimizer stay those of this run; its moments and
@@ -74,43 +84,43 @@ def load(learner: Learner, path: Path) -> int:
             f"{path}: no learner checkpoint there; remove its folder to continue from an older one"
         )
     check_files(path)
-    init_optimizer_state(learner.optimizer.megatron)
+    init_optimizer_state(training.optimizer.megatron)
     advice = "cannot be read; remove its folder to continue from an older one"
     with _told_as_checkpoint_error(path, advice):
         common = dist_checkpointing.load_common_state_dict(str(path))["common"]
-    _check(learner, path, common)
-    state = _sharded_state(learner, is_loading=True)
-    same_mesh = common["mesh"] == asdict(learner.ranks.mesh)
+    _check(training.shape, path, common)
+    state = _sharded_state(training, is_loading=True)
+    same_mesh = common["mesh"] == asdict(training.ranks.mesh)
     if same_mesh:
-        state["rng"] = _rng(learner, None)
+        state["rng"] = _rng(training.ranks, None)
     strict = StrictHandling.RAISE_ALL if same_mesh else StrictHandling.RAISE_UNEXPECTED
     with _told_as_checkpoint_error(path, advice):
         loaded = dist_checkpointing.load(state, str(path), strict=strict)
-    learner.policy.model.module.load_state_dict(loaded["model"], strict=True)
-    keep_settings(learner.optimizer.megatron, loaded["optimizer"])
-    load_optimizer_state(learner.optimizer.megatron, loaded["optimizer"])
-    learner.optimizer.load_state_dict(common["schedule"])
+    training.model.module.load_state_dict(loaded["model"], strict=True)
+    keep_settings(training.optimizer.megatron, loaded["optimizer"])
+    load_optimizer_state(training.optimizer.megatron, loaded["optimizer"])
+    training.optimizer.load_state_dict(common["schedule"])
     if same_mesh:
         _set_rng_states(loaded["rng"])
     return int(common["version"])
 
 
-def _sharded_state(learner: Learner, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(training: Training, is_loading: bool) -> dict[str, Any]:
     """Megatron's description of which part of each global tensor this rank holds."""
-    model = learner.policy.model.module.sharded_state_dict(metadata=content())
-    optimizer = learner.optimizer.megatron.sharded_state_dict(
+    model = training.model.module.sharded_state_dict(metadata=content())
+    optimizer = training.optimizer.megatron.sharded_state_dict(
         model, is_loading=is_loading, metadata=content()
     )
     return {"model": model, "optimizer": optimizer}
 
 
-def _check(learner: Learner, path: Path, common: dict[str, Any]) -> None:
+def _check(shape: ModelShape, path: Path, common: dict[str, Any]) -> None:
     if common["format"] != FORMAT:
         raise CheckpointError(
             f"{path}: its format is {common['format']}, this megarl reads {FORMAT}; "
             "continue with the megarl that wrote it"
         )
-    ours, theirs = asdict(learner.shape), common["shape"]
+    ours, theirs = asdict(shape), common["shape"]
     differing = sorted(name for name in ours if ours[name] != theirs.get(name))
     if differing:
         name = differing[0]
@@ -120,9 +130,9 @@ def _check(learner: Learner, path: Path, common: dict[str, Any]) -> None:
         )
 
 
-def _rng(learner: Learner, states: dict[str, Any] | None) -> ShardedObject:
+def _rng(ranks: Ranks, states: dict[str, Any] | None) -> ShardedObject:
     """Random states as one object per (pp, tp) rank; data-parallel ranks have equal ones."""
-    ranks, mesh = learner.ranks, learner.ranks.mesh
+    mesh = ranks.mesh
     return ShardedObject(
         "rng", states, (mesh.pp, mesh.tp), (ranks.pp_rank, ranks.tp_rank), replica_id=ranks.dp_rank
     )

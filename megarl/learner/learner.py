@@ -35,6 +35,7 @@ from megarl.learner.scoring import KeptLogProbs, Mismatch, ReferencePolicy, pass
 from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport
 
 if TYPE_CHECKING:
+    from megarl.learner.checkpoint import Training
     from megarl.learner.passes import Scores
     from megarl.weight_sync.modes import ModalSync
 
@@ -253,7 +254,14 @@ class Learner:
         if self._weight_sync is None:
             from megarl.learner.publishing import build_weight_sync
 
-            self._weight_sync = build_weight_sync(self)
+            self._weight_sync = build_weight_sync(
+                self.config,
+                self.shape,
+                self.ranks,
+                self.weights,
+                self.shared_memory,
+                self.probe_logprobs,
+            )
         self._mark("weight sync")
         report = self._weight_sync.publish(version, list(servers))
         self.version = version
@@ -265,7 +273,7 @@ class Learner:
 
         self.state.require("save")
         self._mark("save")
-        checkpoint.save(self, Path(path), version)
+        checkpoint.save(self._training(), Path(path), version)
 
     def load(self, path: str) -> int:
         """Continue from folder `path`; returns its policy version. See `checkpoint.load`."""
@@ -275,8 +283,13 @@ class Learner:
         self._mark("load")
         self._old.clear()
         self._reference_logprobs.clear()
-        self.version = checkpoint.load(self, Path(path))
+        self.version = checkpoint.load(self._training(), Path(path))
         return self.version
+
+    def _training(self) -> Training:
+        from megarl.learner.checkpoint import Training
+
+        return Training(self.policy.model, self.optimizer, self.ranks, self.shape)
 
     def offload(self, parts: Sequence[str]) -> None:
         """Take `parts` of the state off the device. See `offload.LearnerState`."""

@@ -6,20 +6,23 @@ Owns nothing but that translation. How weights travel and are proved is `weight_
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import Tensor
 
+from megarl.actor.shape import ModelShape
 from megarl.config.bounds import probe_bound
 from megarl.config.layouts import learner_forms, learner_pipeline
+from megarl.config.schema import Config
 from megarl.config.served import served_block, served_dtype
 from megarl.config.server_arguments import server_mesh
 from megarl.float8 import BlockScaling
 from megarl.learner.addresses import listen_address
+from megarl.learner.distributed import Ranks
 from megarl.learner.shared_weights import run_id
 from megarl.nodes import node_name
 from megarl.weight_sync.control import SourceSpec
@@ -28,10 +31,10 @@ from megarl.weight_sync.places import Place
 from megarl.weight_sync.probe import Probe, probe_tokens
 from megarl.weight_sync.session import WeightSync
 from megarl.weight_sync.transport.arenas import Policy
+from megarl.weight_sync.transport.shared import Arena
 
-if TYPE_CHECKING:
-    from megarl.config.schema import Config
-    from megarl.learner.learner import Learner
+Logprobs = Callable[[Sequence[int]], tuple[float, ...]]
+"""The log-probs of the tokens of a probe, in nats; collective."""
 
 STAGING_S = 1800.0  # for ranks to wait for each other besides what deadline.sync_s bounds
 
@@ -43,39 +46,45 @@ def _arenas(config: Config) -> Policy:
     return "released" if config.placement.mode == "colocated" else "kept"
 
 
-def build_weight_sync(learner: Learner) -> ModalSync:
+def build_weight_sync(
+    config: Config,
+    shape: ModelShape,
+    ranks: Ranks,
+    weights: Mapping[str, Tensor],
+    shared_memory: Arena | None,
+    logprobs: Logprobs,
+) -> ModalSync:
     """This rank's half of stage g, over its live weights. Collective over all learner ranks.
 
     Its group is Gloo's, also on GPUs: an idle NCCL group would hold a device that a server needs.
     """
-    config, ranks = learner.config, learner.ranks
     on_cpu = ranks.device.type == "cpu"
     block = served_block(config)
     source = SourceSpec(
-        learner.shape,
+        shape,
         ranks.mesh,
         forms=learner_forms(config),
-        pipeline=learner_pipeline(config, learner.shape),
+        pipeline=learner_pipeline(config, shape),
         float8=None if block is None else BlockScaling(*block),
     )
     dtype, timeout = served_dtype(config), config.deadline.sync_s + STAGING_S
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-    host, score = listen_address(), probe_of(learner)
+    host, score = listen_address(), probe_of(config, shape, logprobs)
     exact = WeightSync(
         run_id=run_id(),
         source=source,
         rank=ranks.rank,
-        parameters=learner.weights,
+        parameters=weights,
         dtype=dtype,
         group=group,
         host=host,
         cpu_servers=on_cpu,
-        server_mesh=replace(server_mesh(config, learner.shape, on_cpu), pp=1, servers=1),
+        server_mesh=replace(server_mesh(config, shape, on_cpu), pp=1, servers=1),
         deadline_s=config.deadline.sync_s,
         place=Place(node_name(os.environ), int(os.environ.get("LOCAL_RANK", "0"))),
         bucket_bytes=config.weight_sync.bucket_mib << 20,
         arenas=_arenas(config),
-        memory=learner.shared_memory,
+        memory=shared_memory,
         pause=config.weight_sync.pause,
         probe=score,
     )
@@ -83,7 +92,7 @@ def build_weight_sync(learner: Learner) -> ModalSync:
         exact,
         source,
         ranks.rank,
-        learner.weights,
+        weights,
         dtype,
         group=group,
         host=host,
@@ -106,19 +115,16 @@ def mode_settings(config: Config) -> ModeSettings:
     )
 
 
-def probe_of(learner: Learner) -> Callable[[], Probe] | None:
+def probe_of(config: Config, shape: ModelShape, logprobs: Logprobs) -> Callable[[], Probe] | None:
     """What scores the run's probe tokens with the live weights, collectively; None without any.
 
     There is none either where servers have given back their KV cache when they are synced.
     """
-    config = learner.config
-    tokens = probe_tokens(
-        config.weight_sync.probe_tokens, learner.shape.vocab_size, config.run.seed
-    )
+    tokens = probe_tokens(config.weight_sync.probe_tokens, shape.vocab_size, config.run.seed)
     if not tokens or config.placement.mode == "colocated":
         return None
 
     def score() -> Probe:
-        return Probe(tokens, learner.probe_logprobs(tokens), probe_bound(config))
+        return Probe(tokens, logprobs(tokens), probe_bound(config))
 
     return score

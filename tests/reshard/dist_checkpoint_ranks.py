@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -82,11 +81,8 @@ def save_all(folder: Path) -> None:
         out = folder / str(number)
         if not case.metadata:
             optimizer = Optimizer(built, learner.optimizer, torch.bfloat16)
-            policy = SimpleNamespace(model=built)
-            saved = SimpleNamespace(
-                policy=policy, optimizer=optimizer, ranks=ranks, shape=case.shape
-            )
-            checkpoint.save(saved, out, version=1)  # type: ignore[arg-type]
+            saved = checkpoint.Training(built, optimizer, ranks, case.shape)
+            checkpoint.save(saved, out, version=1)
             continue
         if ranks.rank == 0:
             out.mkdir()
