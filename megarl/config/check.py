@@ -1,4 +1,4 @@
-"""What combinations of settings, the model, files and this machine allow; all violations at once.
+"""What combinations of settings, the model and files allow; all violations at once.
 
 Owns the arithmetic between settings and its words. Must not know where the settings came from, and
 imports no engine: what the engines allow is written down here, with its source.
@@ -7,15 +7,14 @@ imports no engine: what the engines allow is written down here, with its source.
 from __future__ import annotations
 
 import os
-import shutil
-import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape, read_shape
 from megarl.config.bounds import PROBE_CONTEXT
 from megarl.config.check_fp8 import check_fp8, check_fp8_shape
+from megarl.config.check_machine import check_machine
 from megarl.config.check_model import (
     LENGTHS,
     check_model_files,
@@ -25,7 +24,6 @@ from megarl.config.check_model import (
 )
 from megarl.config.check_parallel import check_ranks, check_runnable, check_servers
 from megarl.config.check_servers import check_sync, check_urls
-from megarl.config.fp8 import environment_faults
 from megarl.config.layouts import learner_layout, trained_shape
 from megarl.config.schema import Config
 from megarl.config.served import check_float8
@@ -33,8 +31,6 @@ from megarl.config.transformer_fields import field_violations
 from megarl.config.violation import Violation
 from megarl.errors import LayoutError, ModelError
 from megarl.reshard.files import layout_of_headers, policy_headers
-
-MAX_PORT = 65535
 
 
 def check_config(config: Config) -> list[Violation]:
@@ -93,25 +89,6 @@ def check_settings(config: Config) -> list[Violation]:
         _evaluation,
     )
     return [violation for check in checks for violation in check(config)]
-
-
-def check_machine(config: Config, environ: Mapping[str, str]) -> list[Violation]:
-    """Settings against this machine: interpreters, Slurm, and ports where the run is local."""
-    found = list(_interpreters(config))
-    inside_job = "SLURM_JOB_ID" in environ
-    if config.launch.kind == "slurm" and not inside_job:
-        found.append(
-            Violation(
-                "launch.kind = slurm outside a Slurm job (SLURM_JOB_ID is not set); "
-                "submit slurm/train.sbatch, or use launch.kind = local",
-                ("launch.kind",),
-            )
-        )
-    for text in environment_faults(config.learner.precision, environ):
-        found.append(Violation(text, ("learner.precision.fp8_recipe",)))
-    local = config.launch.kind == "local" or (config.launch.kind == "auto" and not inside_job)
-    found += _ports(config, check_taken=local)
-    return found
 
 
 def _names(config: Config) -> Iterator[Violation]:
@@ -288,56 +265,3 @@ def _pointless(name: str, value: object, because: str, found: str) -> Violation:
     return Violation(
         f"{name} = {value!r} has no meaning with {because} = {found}; remove one", (name, because)
     )
-
-
-def _interpreters(config: Config) -> Iterator[Violation]:
-    for name, python in (
-        ("launch.learner_python", config.launch.learner_python),
-        ("launch.rollout_python", config.launch.rollout_python),
-    ):
-        if python and shutil.which(python) is None:
-            yield Violation(
-                f"{name} = {python!r} is no program that can be run here; name the python of an "
-                "environment, or leave it empty for this one",
-                (name,),
-            )
-
-
-def _ports(config: Config, check_taken: bool) -> Iterator[Violation]:
-    """Fixed ports: in range, apart from each other, and free on this host."""
-    first, servers = config.launch.rollout_port, config.rollout.servers
-    learner = config.launch.learner_port
-    ports = [("launch.learner_port", learner)] if learner else []
-    if first:
-        last = first + servers - 1
-        if last > MAX_PORT:
-            yield Violation(
-                f"launch.rollout_port = {first} with rollout.servers = {servers} reaches port "
-                f"{last}, above {MAX_PORT}; use {MAX_PORT - servers + 1} or less",
-                ("launch.rollout_port", "rollout.servers"),
-            )
-        if first <= learner <= last:
-            yield Violation(
-                f"launch.learner_port = {learner} is one of the servers' ports {first} to {last} "
-                "(launch.rollout_port); move one",
-                ("launch.learner_port", "launch.rollout_port"),
-            )
-        ports += [("launch.rollout_port", port) for port in range(first, min(last, MAX_PORT) + 1)]
-    for name, port in ports:
-        if check_taken and not _is_free(port):
-            yield Violation(
-                f"{name}: port {port} is taken on this host by another process; end it, use "
-                "another port, or 0 for a free one",
-                (name,),
-            )
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # as servers bind: a port in TIME_WAIT is free
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True

@@ -1,14 +1,14 @@
 """What the model allows: parallel sizes that divide it, lengths of samples, files in its folder.
 
-Owns the arithmetic between settings and the model's shape. Imports no engine: what the engines
-allow is written down here, with its source.
+Owns the arithmetic between settings and the model's shape. Imports no engine: which sizes the
+engines split is written down in `reshard/`, whatever else they allow here, with its source.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megarl.actor.families import FAMILIES
@@ -17,9 +17,8 @@ from megarl.config.bounds import PROBE_CONTEXT
 from megarl.config.schema import Config
 from megarl.config.violation import Violation
 from megarl.nodes import visible_gpus
-
-# SGLang 0.5.23 on a CPU pads intermediate sizes to a multiple of 32 x tp, configs/update_config.py
-CPU_INTERMEDIATE_MULTIPLE = 32
+from megarl.reshard.megatron import unsplit
+from megarl.reshard.sglang_limits import cpu_padded
 
 # A group of experts is chosen by the sum of so many of its scores, DeepSeek-V3 2024, 2.1.2.
 GROUP_SCORES = 2
@@ -118,25 +117,35 @@ def _positions(config: Config, shape: ModelShape) -> Iterator[Violation]:
 
 
 def _learner_layout(config: Config, shape: ModelShape) -> Iterator[Violation]:
-    tp, pp = config.learner.parallel.tp, config.learner.parallel.pp
-    faults = learner_tp_faults(shape, tp)
-    if faults:
-        sizes = allowed_sizes(lambda size: not learner_tp_faults(shape, size), shape.num_heads)
-        yield Violation(
-            f"learner.parallel.tp = {tp}: {'; '.join(faults)}; use {sizes}",
-            ("learner.parallel.tp", "actor.model"),
-        )
-    if shape.num_layers % pp and config.learner.parallel.even:
-        sizes = allowed_sizes(lambda size: shape.num_layers % size == 0, shape.num_layers)
-        yield Violation(
-            f"learner.parallel.pp = {pp}: {shape.num_layers} layers do not split into {pp} equal "
-            f"stages; use {sizes}",
-            ("learner.parallel.pp", "actor.model"),
-        )
-    if shape.moe is None:
+    parallel, moe = config.learner.parallel, shape.moe
+    yield from _axis("tp", parallel.tp, shape, shape.num_heads)
+    if moe is None:
         yield from _no_experts(config)
     else:
-        yield from _learner_experts(config, shape.moe)
+        yield from _axis("ep", parallel.ep, shape, moe.num_experts)
+        yield from _axis("etp", parallel.etp, shape, moe.expert_intermediate_size)
+        yield from _sequence_parallel(config)
+    if shape.num_layers % parallel.pp and parallel.even:
+        sizes = allowed_sizes(lambda size: shape.num_layers % size == 0, shape.num_layers)
+        yield Violation(
+            f"learner.parallel.pp = {parallel.pp}: {shape.num_layers} layers do not split into "
+            f"{parallel.pp} equal stages; use {sizes}",
+            ("learner.parallel.pp", "actor.model"),
+        )
+
+
+def _axis(axis: str, size: int, shape: ModelShape, highest: int) -> Iterator[Violation]:
+    """What does not split over one axis of the learner; sizes up to `highest` may do."""
+
+    def found(size: int) -> list[str]:
+        return [each.what for each in unsplit(shape, **{axis: size})]
+
+    if found(size):
+        yield Violation(
+            f"learner.parallel.{axis} = {size}: {_listed(found(size), 'and')} do not split over "
+            f"{size} ranks; use {allowed_sizes(lambda n: not found(n), highest)}",
+            (f"learner.parallel.{axis}", "actor.model"),
+        )
 
 
 def _no_experts(config: Config) -> Iterator[Violation]:
@@ -149,93 +158,33 @@ def _no_experts(config: Config) -> Iterator[Violation]:
             )
 
 
-def _learner_experts(config: Config, moe: MixtureOfExperts) -> Iterator[Violation]:
-    """The experts' own axes, and sequence parallelism, which Megatron trains them with."""
-    parallel = config.learner.parallel
-    sizes = (
-        ("ep", "experts", moe.num_experts),
-        ("etp", "rows of an expert's gate (moe_intermediate_size)", moe.expert_intermediate_size),
-    )
-    for name, words, count in sizes:
-        size = getattr(parallel, name)
-        if count % size:
-            divisors = [str(n) for n in range(1, count + 1) if count % n == 0]
-            yield Violation(
-                f"learner.parallel.{name} = {size}: {count} {words} do not split over {size} "
-                f"ranks; use {', '.join(divisors[:-1])} or {divisors[-1]}",
-                (f"learner.parallel.{name}", "actor.model"),
-            )
+def _sequence_parallel(config: Config) -> Iterator[Violation]:
+    """Megatron trains experts over several tensor ranks only with sequence parallelism."""
+    tp, fields = config.learner.parallel.tp, config.learner.transformer_config
     name = "learner.transformer_config.sequence_parallel"
-    if parallel.tp > 1 and config.learner.transformer_config.get("sequence_parallel") is False:
+    if tp > 1 and fields.get("sequence_parallel") is False:
         yield Violation(
-            f"{name} = false: with learner.parallel.tp = {parallel.tp} Megatron trains routed "
-            "experts only with it; remove it",
+            f"{name} = false: with learner.parallel.tp = {tp} Megatron trains routed experts only "
+            "with it; remove it",
             ("learner.transformer_config", "learner.parallel.tp"),
         )
 
 
-def learner_tp_faults(shape: ModelShape, tp: int) -> list[str]:
-    """Why Megatron-Core cannot split the model over `tp` ranks; empty where it can.
-
-    Source: megatron-core 0.19.2, TransformerConfig.__post_init__ and SelfAttention.__init__, which
-    cuts the fused QKV rows evenly, a head in the middle where tp exceeds the kv heads.
-    """
-    faults = []
-    if shape.num_heads % tp:
-        faults.append(f"{shape.num_heads} attention heads do not split over {tp} ranks")
-    if shape.num_kv_heads % tp and tp % shape.num_kv_heads:
-        faults.append(f"{shape.num_kv_heads} kv heads are neither a multiple nor a divisor of {tp}")
-    qkv_rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    if qkv_rows % tp and shape.mla is None:
-        faults.append(f"{qkv_rows} rows of q, k and v do not split over {tp} ranks")
-    if shape.intermediate_size % tp and "dense" in shape.layer_kinds:
-        faults.append(f"intermediate size {shape.intermediate_size} does not split over {tp} ranks")
-    if shape.moe is not None and shape.moe.shared_intermediate_size % tp:
-        shared = shape.moe.shared_intermediate_size
-        faults.append(f"{shared} rows of the shared experts' gate do not split over {tp} ranks")
-    return faults
-
-
 def _rollout_layout(config: Config, shape: ModelShape) -> Iterator[Violation]:
-    faults = rollout_faults(config, shape)
+    faults, tp = rollout_faults(config, shape), config.rollout.parallel.tp
     if faults:
-        parallel, cpu = config.rollout.parallel, uses_cpu(config)
-        tp, dp = parallel.tp, parallel.attention_dp
-        most = shape.num_heads * (1 if cpu else dp)
-        sizes = allowed_sizes(lambda size: not rollout_tp_faults(shape, size, cpu, dp), most)
+        sizes = allowed_sizes(lambda size: not cpu_padded(shape, size), shape.num_heads)
         yield Violation(
-            f"rollout.parallel.tp = {tp}: {'; '.join(faults)}; "
+            f"rollout.parallel.tp = {tp}: on a CPU SGLang pads {_listed(faults, 'and')}, to shapes "
+            "that the checkpoint does not have; "
             + ("no tp works for this model" if sizes == "none" else f"use {sizes}"),
             ("rollout.parallel.tp", "actor.model"),
         )
 
 
 def rollout_faults(config: Config, shape: ModelShape) -> list[str]:
-    """Why this run's servers cannot split the model without padding; empty where they can."""
-    parallel = config.rollout.parallel
-    return rollout_tp_faults(shape, parallel.tp, uses_cpu(config), parallel.attention_dp)
-
-
-def rollout_tp_faults(shape: ModelShape, tp: int, cpu: bool, attention_dp: int = 1) -> list[str]:
-    """Why SGLang cannot split the model over `tp` ranks without padding; empty where it can.
-
-    Source: SGLang 0.5.23. On a GPU kv heads are copied where tp is a multiple of them. On a CPU
-    configs/update_config.py pads kv heads to a multiple of tp and intermediate sizes to a multiple
-    of 32 x tp, with shapes that the checkpoint does not have; it goes by tp there, also where
-    attention is data parallel.
-    """
-    faults = []
-    over = tp if cpu else max(1, tp // attention_dp)  # ranks of one copy of the attention
-    if shape.num_heads % over:
-        faults.append(f"{shape.num_heads} attention heads do not split over {over} ranks")
-    if shape.num_kv_heads % over and (cpu or over % shape.num_kv_heads):
-        rule = "SGLang pads kv heads on a CPU" if cpu else "nor are they copied whole"
-        faults.append(f"{shape.num_kv_heads} kv heads do not split over {over} ranks ({rule})")
-    unit = CPU_INTERMEDIATE_MULTIPLE * tp if cpu else tp
-    if shape.intermediate_size % unit:
-        rule = f"{CPU_INTERMEDIATE_MULTIPLE} x {tp} = {unit} on a CPU" if cpu else str(unit)
-        faults.append(f"intermediate size {shape.intermediate_size} is no multiple of {rule}")
-    return faults
+    """What this run's servers would pad; what they cannot split the layout says itself."""
+    return cpu_padded(shape, config.rollout.parallel.tp) if uses_cpu(config) else []
 
 
 def allowed_sizes(works: Callable[[int], bool], highest: int) -> str:
@@ -245,9 +194,11 @@ def allowed_sizes(works: Callable[[int], bool], highest: int) -> str:
     '1, 2, 3, 4 or 6'
     """
     sizes = [str(tp) for tp in range(1, highest + 1) if works(tp)]
-    if not sizes:
-        return "none"
-    return " or ".join([", ".join(sizes[:-1]), sizes[-1]]) if len(sizes) > 1 else sizes[0]
+    return _listed(sizes, "or") if sizes else "none"
+
+
+def _listed(words: Sequence[str], joint: str) -> str:
+    return f" {joint} ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
 
 def uses_cpu(config: Config) -> bool:

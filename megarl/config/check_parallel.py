@@ -2,7 +2,7 @@
 
 Owns the arithmetic of ranks and the refusals of what only `megarl reshard explain` plans so far.
 What SGLang's own arguments do to a layout is in `server_arguments.py`.
-Whether a model divides is in `check_model.py` for a run; a layout says it itself for a plan.
+Which sizes of a model divide is the layouts' to say (`reshard/`); `check_model.py` asks them.
 """
 
 from __future__ import annotations

@@ -51,6 +51,8 @@ SET_BY = {
 _OTHER_LOSS = "the loss is the policy's alone, without auxiliary losses of the router"
 _OTHER_POLICY = "log-probs would not be the policy's"
 REFUSED = {
+    "calculate_per_token_loss": "gradients are summed over ranks, never averaged",
+    "perform_initialization": "every element comes from the checkpoint",
     "moe_aux_loss_coeff": _OTHER_LOSS,
     "moe_z_loss_coeff": _OTHER_LOSS,
     "moe_router_load_balancing_type": _OTHER_LOSS,

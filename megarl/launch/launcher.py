@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from megarl import run_paths
+from megarl import ports, run_paths
 from megarl.config.schema import Config
 from megarl.errors import LaunchError
 from megarl.launch.process import Process, start
@@ -149,13 +148,6 @@ def learner_command(config: Config, run_dir: Path, seat: Seat) -> list[str]:
     argv = [python, "-m", "megarl.learner.agent"]
     argv += ["--config", str(run_dir / run_paths.SETTINGS), "--run-dir", str(run_dir)]
     if len(seat.nodes) > 1:
-        rendezvous = f"{seat.address}:{free_port(seat.address)}"
+        rendezvous = f"{seat.address}:{ports.free_port(seat.address)}"
         argv += ["--nnodes", str(len(seat.nodes)), "--node-rank", NODE_RANK, "--rdzv", rendezvous]
     return argv
-
-
-def free_port(address: str) -> int:
-    """A port that is free at `address` of this machine now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])

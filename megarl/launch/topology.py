@@ -12,15 +12,13 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from megarl.config.check_machine import Kind, launch_kind
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, LaunchError
 from megarl.nodes import LOOPBACK, NODE_VARIABLE, Device, Node, Seat, node_name, visible_gpus
 
 SCONTROL_S = 30.0  # a busy slurmctld answers late
-
-Kind = Literal["local", "slurm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +51,6 @@ def make_topology(config: Config, environ: Mapping[str, str]) -> Topology:
     topology = Topology(kind, device, nodes, learner, servers)
     _check_mode(config, topology)
     return topology
-
-
-def launch_kind(config: Config, environ: Mapping[str, str]) -> Kind:
-    """`local` or `slurm`. Raises ConfigError for slurm outside a job."""
-    in_job = "SLURM_JOB_ID" in environ
-    if config.launch.kind == "slurm" and not in_job:
-        raise ConfigError(
-            "launch.kind=slurm, but this is no Slurm job (SLURM_JOB_ID is not set); "
-            "submit with `sbatch slurm/train.sbatch CONFIG`, or use launch.kind=local"
-        )
-    if config.launch.kind == "auto":
-        return "slurm" if in_job else "local"
-    return config.launch.kind
 
 
 def launch_device(config: Config, nodes: Sequence[Node]) -> Device:

@@ -7,10 +7,7 @@ after `megatron_cpu.install()`.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import importlib.util
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from torch import Tensor
 from megarl.actor.shape import LatentAttention, MixtureOfExperts, ModelShape, Yarn
 from megarl.config.fp8 import transformer_fields
 from megarl.config.schema import LearnerConfig
-from megarl.config.transformer_fields import REFUSED, SET_BY
+from megarl.config.transformer_fields import field_violations
 from megarl.errors import ConfigError
 from megarl.reshard.megatron import check_supported
 
@@ -49,24 +46,34 @@ def transformer_config(
     or one that megarl sets itself, or where Megatron refuses the whole; LayoutError where a field
     makes another layout.
     """
-    ours = {
-        **_settings(shape, learner, on_cpu),
-        **(_experts(shape, shape.moe) if shape.moe is not None else {}),
-        **(_latent(shape, shape.mla) if shape.mla is not None else _grouped(shape)),
-    }
+    ours = fixed_fields(shape, learner, on_cpu)
     extra = dict(learner.transformer_config)
     kind = TransformerConfig if shape.mla is None else MLATransformerConfig
-    violations = _violations(extra, ours)
+    violations = field_violations(extra)
+    if "fp4" in extra and not has_transformer_engine():
+        violations.append(
+            "learner.transformer_config.fp4: without Transformer Engine, Megatron would silently "
+            "run without it"
+        )
     if violations:
         raise ConfigError(violations)
     check_supported(extra)
     try:
-        return kind(**{**ours, **_defaults(shape, learner), **extra})
-    except (ValueError, AssertionError) as error:
+        return kind(**{**_defaults(shape, learner), **extra, **ours})
+    except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"Megatron-Core refuses the learner's configuration with learner.transformer_config = "
             f"{extra}: {error}"
         ) from error
+
+
+def fixed_fields(shape: ModelShape, learner: LearnerConfig, on_cpu: bool) -> dict[str, Any]:
+    """The fields that megarl sets; `learner.transformer_config` must not name them."""
+    return {
+        **_settings(shape, learner, on_cpu),
+        **(_experts(shape, shape.moe) if shape.moe is not None else {}),
+        **(_latent(shape, shape.mla) if shape.mla is not None else _grouped(shape)),
+    }
 
 
 def _settings(shape: ModelShape, learner: LearnerConfig, on_cpu: bool) -> dict[str, Any]:
@@ -178,27 +185,3 @@ def _experts(shape: ModelShape, moe: MixtureOfExperts) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
     }
-
-
-def _violations(extra: Mapping[str, object], ours: Mapping[str, object]) -> list[str]:
-    known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    violations = []
-    for name in extra:
-        setting = f"learner.transformer_config.{name}"
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"the nearest is {close[0]}" if close else "see megatron.core.transformer"
-            violations.append(f"{setting}: Megatron's TransformerConfig has no such field; {hint}")
-        elif name in REFUSED:
-            violations.append(f"{setting}: {REFUSED[name]}; remove it")
-        elif name in SET_BY:
-            violations.append(f"{setting}: megarl sets it; use {SET_BY[name]}")
-        elif name in ours:
-            violations.append(
-                f"{setting}: megarl sets this field from the model and other settings; remove it"
-            )
-        elif name == "fp4" and not has_transformer_engine():
-            violations.append(
-                f"{setting}: without Transformer Engine, Megatron would silently run without it"
-            )
-    return violations

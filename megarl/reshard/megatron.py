@@ -15,7 +15,8 @@ shapes inside TELinear and the grouped linears are from reading.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from megarl.actor.families import FAMILIES
 from megarl.actor.families.family import Held
@@ -141,46 +142,59 @@ def check_supported(transformer_config: Mapping[str, object]) -> None:
         )
 
 
-def check_divisible(shape: ModelShape, mesh: LearnerMesh) -> None:
-    """Raise LayoutError naming the first size that Megatron cannot split over the mesh's ranks.
+@dataclass(frozen=True, slots=True)
+class Unsplit:
+    """A size of a policy that does not split over an axis (tp, ep, etp), and what would do."""
 
-    Layers are not among them: a pipeline says how they are split.
+    axis: str
+    what: str
+    remedy: str
+
+
+def unsplit(shape: ModelShape, tp: int = 1, ep: int = 1, etp: int = 1) -> Iterator[Unsplit]:
+    """The sizes that Megatron-Core cannot split over so many ranks; none where it can.
+
+    Layers are not among them: a pipeline says how they are split. Source: megatron-core 0.19.2,
+    TransformerConfig.__post_init__ and SelfAttention.__init__, which cuts the fused QKV's rows
+    evenly, a head in the middle where tp exceeds the kv heads.
     """
-    tp, moe = mesh.tp, shape.moe
-    sizes = [("attention heads", shape.num_heads, "tp", tp)]
+    moe = shape.moe
+    sizes: list[tuple[str, int, str, int]] = [("attention heads", shape.num_heads, "tp", tp)]
     if "dense" in shape.layer_kinds:
         sizes.append(("rows of the gate (intermediate_size)", shape.intermediate_size, "tp", tp))
     if moe is not None:
         inner = moe.expert_intermediate_size
         sizes += [
-            ("experts", moe.num_experts, "ep", mesh.ep),
-            ("rows of an expert's gate (moe_intermediate_size)", inner, "etp", mesh.etp),
+            ("experts", moe.num_experts, "ep", ep),
+            ("rows of an expert's gate (moe_intermediate_size)", inner, "etp", etp),
             ("rows of the shared experts' gate", moe.shared_intermediate_size, "tp", tp),
         ]
     for name, size, axis, count in sizes:
         if size % count:
-            raise LayoutError(
-                f"{size} {name} do not split over learner.parallel.{axis}={count}; "
-                f"use {'an' if axis[0] == 'e' else 'a'} {axis} that divides {size}"
-            )
+            article = "an" if axis[0] == "e" else "a"
+            yield Unsplit(axis, f"{size} {name}", f"use {article} {axis} that divides {size}")
     if shape.mla is None:
-        _check_groups(shape, tp)
+        yield from _unsplit_groups(shape, tp)
 
 
-def _check_groups(shape: ModelShape, tp: int) -> None:
+def _unsplit_groups(shape: ModelShape, tp: int) -> Iterator[Unsplit]:
     """The fused QKV's groups: each on several ranks, or several on each."""
     groups = shape.num_kv_heads
     if groups % tp and tp % groups:
-        raise LayoutError(
-            f"{groups} kv heads do not split over learner.parallel.tp={tp}; use a tp that divides "
-            f"{groups}, or a multiple of it"
-        )
+        remedy = f"use a tp that divides {groups}, or a multiple of it"
+        yield Unsplit("tp", f"{groups} kv heads", remedy)
     gates = shape.num_heads if shape.attention_output_gate else 0
-    fused_rows = (shape.num_heads + gates + 2 * groups) * shape.head_dim
-    if fused_rows % tp:
+    rows = (shape.num_heads + gates + 2 * groups) * shape.head_dim
+    if rows % tp:
+        yield Unsplit("tp", f"{rows} rows of the fused qkv", f"use a tp that divides {groups}")
+
+
+def check_divisible(shape: ModelShape, mesh: LearnerMesh) -> None:
+    """Raise LayoutError naming the first size that Megatron cannot split over the mesh's ranks."""
+    for found in unsplit(shape, mesh.tp, mesh.ep, mesh.etp):
         raise LayoutError(
-            f"{fused_rows} rows of the fused qkv do not split over learner.parallel.tp={tp}; "
-            f"use a tp that divides {groups}"
+            f"{found.what} do not split over learner.parallel.{found.axis}="
+            f"{getattr(mesh, found.axis)}; {found.remedy}"
         )
 
 

@@ -72,25 +72,41 @@ def check_served(shape: ModelShape, mesh: ServerMesh, fp8_block: ScaleBlock | No
     raise LayoutError(f"{fault}; {_remedy(shape, mesh)}")
 
 
+def cpu_padded(shape: ModelShape, tp: int) -> list[str]:
+    """What a server of `tp` ranks on a CPU pads, in words; nothing where `cpu_stretch` is 1.
+
+    It goes by tp also where attention is data parallel. Experts' sizes are not among it.
+    """
+    unit = CPU_PADDING * tp
+    return _padded_sizes(shape, tp, unit, f"{CPU_PADDING} x {tp} = {unit}")
+
+
+def _padded_sizes(shape: ModelShape, tp: int, unit: int, words: str) -> list[str]:
+    """Heads that are no multiple of `tp`, and an MLP that is none of `unit`, which is `words`."""
+    kv = shape.num_heads if shape.mla is not None else shape.num_kv_heads
+    heads = [(shape.num_heads, "attention heads"), (kv, "kv heads")]
+    found = [f"{size} {name} to a multiple of {tp}" for size, name in heads if size % tp]
+    if "dense" in shape.layer_kinds and shape.intermediate_size % unit:
+        found.append(f"{shape.intermediate_size} columns of down_proj to a multiple of {words}")
+    return found
+
+
 def _check_unpadded(shape: ModelShape, mesh: ServerMesh, block: ScaleBlock) -> None:
     """Refuse float8 that SGLang pads on a CPU: its units there are whole blocks for each rank.
 
     Source: get_moe_padding_size and get_num_heads_padding_size, configs/update_config.py.
     """
-    kv = shape.num_heads if shape.mla is not None else shape.num_kv_heads
-    sizes = {"attention heads": (shape.num_heads, mesh.tp), "kv heads": (kv, mesh.tp)}
     unit = block[0] * mesh.tp
-    if "dense" in shape.layer_kinds:
-        sizes["columns of down_proj"] = (shape.intermediate_size, unit)
-    if shape.moe is not None:
-        sizes["columns of an expert's down_proj"] = (shape.moe.expert_intermediate_size, unit)
-    for words, (size, multiple) in sizes.items():
-        if size % multiple:
-            raise LayoutError(
-                f"rollout.parallel.tp={mesh.tp}: SGLang pads {size} {words} to a multiple of "
-                f"{multiple} with float8 in blocks of {block[0]} on a CPU, which no layout says; "
-                "use a smaller tp, a smaller rollout.precision.fp8_block, or a GPU"
-            )
+    found = _padded_sizes(shape, mesh.tp, unit, str(unit))
+    if shape.moe is not None and shape.moe.expert_intermediate_size % unit:
+        size = shape.moe.expert_intermediate_size
+        found.append(f"{size} columns of an expert's down_proj to a multiple of {unit}")
+    if found:
+        raise LayoutError(
+            f"rollout.parallel.tp={mesh.tp}: SGLang pads {' and '.join(found)} with float8 in "
+            f"blocks of {block[0]} on a CPU, which no layout says; use a smaller tp, a smaller "
+            "rollout.precision.fp8_block, or a GPU"
+        )
 
 
 def _remedy(shape: ModelShape, mesh: ServerMesh) -> str:

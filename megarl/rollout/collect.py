@@ -19,7 +19,7 @@ from typing import Protocol
 from megarl import run_paths
 from megarl.buffer.groupfile import write_group
 from megarl.config.schema import Config
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import RolloutError
 from megarl.rollout.client import (
     NO_VERSION,
     Completion,
@@ -69,8 +69,7 @@ class Collector:
     end.
 
     A response ends with one of the model's end tokens or of the tokens of `rollout.sampling.stop`,
-    which its text is without. Raises ConfigError where a group cannot be in flight at once, or a
-    stop text is not one token.
+    which its text is without. Raises ConfigError where a stop text is not one token.
     """
 
     def __init__(
@@ -81,12 +80,7 @@ class Collector:
         vocabulary: Vocabulary,
     ) -> None:
         rollout = config.rollout
-        if rollout.samples_per_prompt > rollout.max_inflight_samples:
-            raise ConfigError(
-                f"rollout.samples_per_prompt={rollout.samples_per_prompt} exceeds "
-                f"rollout.max_inflight_samples={rollout.max_inflight_samples}; a group is "
-                "generated at once, so raise the latter"
-            )
+        assert rollout.samples_per_prompt <= rollout.max_inflight_samples  # by config/check.py
         self._config = config
         self._pool = pool
         self._run_dir = run_dir

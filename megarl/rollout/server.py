@@ -15,11 +15,11 @@ from typing import Literal, Protocol
 
 import aiohttp
 
-from megarl import run_paths
+from megarl import ports, run_paths
 from megarl.config.schema import Config
 from megarl.errors import RolloutError
 from megarl.nodes import LOOPBACK, Device, Seat
-from megarl.rollout import calls, ports
+from megarl.rollout import calls
 from megarl.rollout.command import ServerPlace, server_command
 from megarl.types import ServerEndpoint
 

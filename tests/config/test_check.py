@@ -6,13 +6,11 @@ import json
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
-from megarl.actor.shape import read_shape
-from megarl.config.check import check_machine, check_settings
-from megarl.config.check_model import learner_tp_faults, rollout_tp_faults
+from megarl.config.check import check_settings
+from megarl.config.check_machine import check_machine, launch_kind
 
 
 def test_configuration_that_can_run_has_no_violations(place) -> None:
@@ -184,9 +182,8 @@ def test_settings_are_judged_without_reading_a_model(place) -> None:
     [
         (
             "--learner.parallel.tp 3",
-            "learner.parallel.tp = 3: 4 attention heads do not split over 3 ranks; "
-            "2 kv heads are neither a multiple nor a divisor of 3; 64 rows of q, k and v do not "
-            "split over 3 ranks; intermediate size 64 does not split over 3 ranks; use 1, 2 or 4",
+            "learner.parallel.tp = 3: 4 attention heads, 64 rows of the gate (intermediate_size), "
+            "2 kv heads and 64 rows of the fused qkv do not split over 3 ranks; use 1, 2 or 4",
         ),
         (
             "--learner.parallel.pp 3",
@@ -194,8 +191,14 @@ def test_settings_are_judged_without_reading_a_model(place) -> None:
         ),
         (
             "--rollout.parallel.tp 4 --launch.device cpu",
-            "rollout.parallel.tp = 4: 2 kv heads do not split over 4 ranks (SGLang pads kv heads "
-            "on a CPU); intermediate size 64 is no multiple of 32 x 4 = 128 on a CPU; use 1 or 2",
+            "rollout.parallel.tp = 4: on a CPU SGLang pads 2 kv heads to a multiple of 4 and 64 "
+            "columns of down_proj to a multiple of 32 x 4 = 128, to shapes that the checkpoint "
+            "does not have; use 1 or 2",
+        ),
+        (
+            "--rollout.parallel.tp 3 --launch.device cuda",
+            "rollout.parallel.tp, ep, attention_dp: 4 attention heads do not split over "
+            "rollout.parallel.tp=3; use rollout.parallel.tp from 1, 2, 4",
         ),
     ],
 )
@@ -210,26 +213,15 @@ def test_learner_tp_may_exceed_the_kv_heads_by_a_multiple(place) -> None:
 
 
 def test_rollout_tp_may_exceed_the_kv_heads_on_gpus_only(place) -> None:
-    shape = read_shape(place.model)
-    assert rollout_tp_faults(shape, 4, cpu=False) == []
-    assert rollout_tp_faults(shape, 4, cpu=True) != []
+    place.load("--rollout.parallel.tp", "4", "--launch.device", "cuda")
+    assert "pads 2 kv heads" in place.violation(
+        "--rollout.parallel.tp", "4", "--launch.device", "cpu"
+    )
 
 
 def test_no_rollout_tp_is_named_where_none_works(place) -> None:
     place.change_model(intermediate_size=40)
     assert place.violation("--launch.device", "cpu").endswith("no tp works for this model")
-
-
-def test_seventy_billion_model_splits_over_sixteen_learner_ranks(place) -> None:
-    shape = replace(
-        read_shape(place.model),
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=28672,
-    )
-    assert learner_tp_faults(shape, 16) == []
-    assert rollout_tp_faults(shape, 16, cpu=False) == []
 
 
 def test_fixed_port_that_is_taken_is_named(place) -> None:
@@ -239,6 +231,12 @@ def test_fixed_port_that_is_taken_is_named(place) -> None:
         port = taken.getsockname()[1]
         text = place.violation("--launch.learner_port", str(port))
     assert text.startswith(f"launch.learner_port: port {port} is taken on this host")
+
+
+def test_run_is_slurms_inside_a_job_unless_it_is_told_otherwise(place) -> None:
+    job = {"SLURM_JOB_ID": "1"}
+    assert (launch_kind(place.load(), {}), launch_kind(place.load(), job)) == ("local", "slurm")
+    assert launch_kind(place.load("--launch.kind", "local"), job) == "local"
 
 
 def test_ports_of_other_hosts_are_not_probed_inside_a_slurm_job(place) -> None:

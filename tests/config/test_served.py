@@ -54,7 +54,7 @@ def test_quantization_of_another_kind_is_not_taken_for_square_blocks() -> None:
         (WIDE, ("--rollout.engine_args.load_format", "auto"), "servers start without weights"),
         (WIDE, ("--learner.parallel.tp", "2", "--rollout.precision.fp8_block", "256"), "whole blo"),
         ({**WIDE, "intermediate_size": 448}, (), "pads 448 columns of down_proj to a multiple of"),
-        (WIDE, ("--rollout.parallel.tp", "8"), "2 attention heads do not split"),
+        (WIDE, ("--rollout.parallel.tp", "8"), "pads 2 attention heads to a multiple of 8"),
         (
             {**WIDE, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
              "hidden_size": 256, "head_dim": None},

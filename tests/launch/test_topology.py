@@ -9,7 +9,6 @@ from megarl.errors import ConfigError, LaunchError
 from megarl.launch.topology import (
     expand_counts,
     launch_device,
-    launch_kind,
     local_nodes,
     make_topology,
     place,
@@ -104,12 +103,6 @@ def test_this_machine_stands_for_several_nodes_where_megarl_node_names_them() ->
 def test_visible_gpus_are_those_of_cuda_visible_devices() -> None:
     assert local_nodes({"CUDA_VISIBLE_DEVICES": "3,5"})[0].num_gpus == 2
     assert local_nodes({"CUDA_VISIBLE_DEVICES": ""})[0].num_gpus == 0
-
-
-def test_slurm_launch_outside_a_job_is_refused() -> None:
-    with pytest.raises(ConfigError, match="SLURM_JOB_ID"):
-        launch_kind(config(launch={"kind": "slurm"}), {})
-    assert launch_kind(config(launch={"kind": "local"}), {"SLURM_JOB_ID": "1"}) == "local"
 
 
 def test_counts_of_nodes_are_expanded() -> None:

@@ -16,13 +16,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.config.schema import Config
+from megarl.config.schema import Config, LearnerConfig
+from megarl.config.transformer_fields import field_violations
 from megarl.errors import MegarlError
 from megarl.learner.learner import Learner
 from megarl.learner.loss import LossWeights
 from megarl.types import Batch, MinibatchPlan
 from tests.learner import recorded, tiny_models
 from tests.learner.parity_ranks import gradients
+from tests.reshard.megatron_cases import deepseek, glm, qwen
+from tests.reshard.models import tiny_shape
 
 MODEL, FOLDER = sys.argv[1], Path(sys.argv[2])
 
@@ -72,6 +75,17 @@ def moments(of: Learner) -> torch.Tensor:
     (part,) = of.optimizer.megatron.chained_optimizers
     states = part.optimizer.state.values()
     return torch.cat([tensor.flatten() for state in states for tensor in state.values()])
+
+
+def settable() -> list[str]:
+    """Fields that megarl sets and yet `learner.transformer_config` may hold."""
+    from megarl.learner.transformer import fixed_fields  # after Megatron's substitution on a CPU
+
+    shapes = (tiny_shape("LlamaForCausalLM"), qwen(), glm(), deepseek())
+    ours = {name for shape in shapes for name in fixed_fields(shape, LearnerConfig(), True)}
+    return sorted(
+        name for name in ours for value in (1, True, "x") if not field_violations({name: value})
+    )
 
 
 def not_a_number(plan: MinibatchPlan) -> dict[str, Any]:
@@ -284,6 +298,7 @@ def main() -> None:
     epochs = Batch(0, (plan, plan), 0, 7)
     answers = {
         "fields": refused_fields(),
+        "settable": settable(),
         "one epoch": plain.score(Batch(0, (plan,), 0, 7)),
         "two epochs": plain.score(epochs),
         "no sample": plain.score(Batch(0, (), 0, 0)),

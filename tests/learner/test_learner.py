@@ -43,7 +43,11 @@ def test_unknown_transformer_field_is_refused_with_the_nearest(answers: dict[str
 
 
 def test_transformer_field_that_megarl_sets_is_refused(answers: dict[str, Any]) -> None:
-    assert "megarl sets this field" in answers["fields"]["num_layers"]
+    assert "megarl sets it from the model's config.json" in answers["fields"]["num_layers"]
+
+
+def test_every_field_that_megarl_sets_is_refused_with_the_settings(answers: dict[str, Any]) -> None:
+    assert answers["settable"] == []
 
 
 def test_transformer_field_that_is_a_setting_is_refused_with_its_name(

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from megarl.errors import RolloutError
+from megarl.ports import free_port
 from megarl.rollout.client import LateError, RolloutClient, Sampling, ServerGoneError
-from megarl.rollout.ports import free_port
 from megarl.types import ServerEndpoint, VersionSpan
 from megarl.weight_sync.control import stamp
 from tests.rollout.running import Body, FakeServer, Fleet, fake_pool, good_reply, make_config

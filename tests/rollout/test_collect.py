@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from megarl.buffer.groupfile import read_group
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import RolloutError
 from megarl.rollout import pool as pool_module
 from megarl.rollout.client import NO_VERSION
 from megarl.rollout.collect import Collector
@@ -73,12 +73,6 @@ async def test_two_servers_share_the_groups(tmp_path: Path) -> None:
     async with collecting(tmp_path, rollout={"servers": 2}) as (collector, _, fleet):
         await collected(collector, 8)
         assert [len(server.requests) for server in fleet.servers] == [4, 4]
-
-
-async def test_group_larger_than_the_bound_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="max_inflight_samples=2"):
-        async with collecting(tmp_path, rollout={"max_inflight_samples": 2}):
-            pass
 
 
 async def test_groups_of_a_dead_server_are_issued_again_and_come_once(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Ports of rollout servers: free ones found, given ones checked, before a server is started.
+"""Ports: free ones found, given ones checked, before anything listens there.
 
-Knows nothing of servers. A port can be taken between the check and the start; the caller then tries
-another one.
+Knows nothing of who will. A port can be taken between the check and the start; the caller then
+tries another one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import socket
 from collections.abc import Container
 
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError, LaunchError
 
 # Below Linux's ephemeral range (32768 up), from which any outgoing connection may take a port.
 FIRST, LAST = 20000, 32767
@@ -28,7 +28,10 @@ def is_local(host: str) -> bool:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there: bound for a moment here, connected to elsewhere."""
+    """Whether a server could listen there: bound for a moment here, connected to elsewhere.
+
+    A `host` of "" is every address of this machine.
+    """
     if not is_local(host):
         try:
             with socket.create_connection((host, port), timeout=2.0):
@@ -55,12 +58,12 @@ def check_port(host: str, port: int, setting: str) -> int:
     return port
 
 
-def free_port(host: str, taken: Container[int]) -> int:
-    """A free port that is not in `taken`. Raises RolloutError where none is found."""
+def free_port(host: str, taken: Container[int] = ()) -> int:
+    """A free port that is not in `taken`. Raises LaunchError where none is found."""
     for _ in range(TRIES):
         port = random.randint(FIRST, LAST)
         if port not in taken and is_free(host, port):
             return port
-    raise RolloutError(
+    raise LaunchError(
         f"no free port on {host} in {FIRST}-{LAST} after {TRIES} tries; end old servers"
     )
