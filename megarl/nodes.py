@@ -1,7 +1,7 @@
 """Nodes, their GPUs and a role's seat on them, as settings, launcher, learner and servers see them.
 
-Owns those rules and the variables that the launcher gives its processes on a node. Processes of one
-node share memory; between nodes they do not. Imports nothing of megarl and no engine.
+Owns those rules and the variables that processes on a node are given. Processes of one node share
+memory; between nodes they do not. Imports nothing of megarl and no engine.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 """Set by the launcher; names this start's shared memory, megarl_<run id>_*, which it sweeps."""
 
 LOOPBACK = "127.0.0.1"
+
+API_KEY_VARIABLE = "MEGARL_ROLLOUT_API_KEY"
+ADMIN_KEY_VARIABLE = "MEGARL_ROLLOUT_ADMIN_KEY"
+"""What opens a rollout server: given to those that the run starts, which take both out of their
+environment, and looked for in ours where servers are given by their URLs.
+"""
 
 Device = Literal["cpu", "cuda"]
 

@@ -3,3 +3,6 @@
 Substitutions for a CPU are inert where the real thing is present. The rest holds everywhere: a
 server's start with its keys, Megatron's buffers and checkpoints, tables read off either engine.
 """
+
+SGLANG_VERSION = "0.5.23"
+"""The one that megarl, and each cure of SGLang here, is written for."""

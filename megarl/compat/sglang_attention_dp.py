@@ -15,7 +15,6 @@ from typing import Any
 
 from megarl.compat.after_import import after_import
 
-ENGINE_VERSIONS = ("0.5.23",)
 MODULE = "sglang.srt.layers.attention.torch_native_backend"
 FILL = 1  # IntelAMXAttnBackend.get_cpu_graph_seq_len_fill_value
 

@@ -14,7 +14,6 @@ import os
 
 from megarl.compat import placeholders
 
-ENGINE_VERSIONS = ("0.5.23",)
 IMPORTED_BUT_NOT_RUN = ("triton", "torchvision", "sgl_kernel")
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from megarl.compat.after_import import after_import
 
-ENGINE_VERSIONS = ("0.5.23",)
 MODULE = "transformers.models.deepseek_v3.configuration_deepseek_v3"
 
 FIELDS: Mapping[str, object] = {

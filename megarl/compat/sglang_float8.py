@@ -16,7 +16,6 @@ from typing import Any
 
 from megarl.compat.after_import import after_import
 
-ENGINE_VERSIONS = ("0.5.23",)
 QUANTIZATION = "sglang.srt.layers.quantization.fp8"
 LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader"
 

@@ -23,7 +23,6 @@ from typing import Any
 from megarl.compat.after_import import after_import
 from megarl.linux import libc, set_death_signal
 
-ENGINE_VERSIONS = ("0.5.23",)
 MODULE = "sglang.srt.entrypoints.engine"
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from megarl.compat import sglang_cpu, sglang_server
 
-ENGINE_VERSIONS = ("0.5.23",)
 _GROUPS = ("tp", "attn_tp", "moe_tp", "moe_ep", "pp")
 
 

@@ -30,9 +30,7 @@ from megarl.compat import (
     sglang_paused,
 )
 from megarl.linux import set_death_signal
-
-API_KEY_VARIABLE = "MEGARL_ROLLOUT_API_KEY"
-ADMIN_KEY_VARIABLE = "MEGARL_ROLLOUT_ADMIN_KEY"
+from megarl.nodes import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
 
 def wants_cpu(argv: Sequence[str]) -> bool:

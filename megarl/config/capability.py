@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.actor.families import FAMILIES
+from megarl.compat import SGLANG_VERSION
 from megarl.config.schema import Config
 from megarl.config.served import block_of, overridden_block, served_block
 from megarl.config.server_arguments import LAYOUT_UNKNOWN, UP_FIRST_RUNNER
@@ -24,7 +25,6 @@ from megarl.reshard.blocks import ScaleBlock
 
 Verdict = Literal["proved", "refused", "unproved"]
 
-SGLANG_VERSION = "0.5.23"  # the one that megarl is written for
 WEIGHT_LOADER = "megarl.weight_sync.receiver.load"
 """The value of SGLang's --custom-weight-loader."""
 UNQUANTIZED = "none"  # SGLang says null, or "unquant"

@@ -13,13 +13,10 @@ from dataclasses import dataclass, field
 from megarl.config.capability import WEIGHT_LOADER
 from megarl.config.schema import Config
 from megarl.config.served import model_overrides, served_block, served_dtype
-from megarl.nodes import Device
+from megarl.nodes import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, Device
 from megarl.rollout import engine_args
 
 MODULE = "megarl.compat.sglang_server"
-# Read and removed from the environment by megarl.compat.sglang_server.
-API_KEY_VARIABLE = "MEGARL_ROLLOUT_API_KEY"
-ADMIN_KEY_VARIABLE = "MEGARL_ROLLOUT_ADMIN_KEY"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 SEEDS_PER_SERVER = 1000  # more than a server's restarts, so that no two servers share a seed
 

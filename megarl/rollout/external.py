@@ -20,8 +20,9 @@ from megarl.actor.shape import read_shape
 from megarl.config.schema import Config
 from megarl.config.served import served_block, served_dtype
 from megarl.errors import ModelError, RolloutError
+from megarl.nodes import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from megarl.rollout import calls
-from megarl.rollout.command import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, DTYPES
+from megarl.rollout.command import DTYPES
 from megarl.rollout.server import Server
 from megarl.types import ServerEndpoint, is_loopback
 

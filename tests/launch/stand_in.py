@@ -43,10 +43,10 @@ class Servers:
     """A pool of one server that is a sleeping process."""
 
     def __init__(  # type: ignore[no-untyped-def]
-        self, config, run_dir, spawn, device, hosts, nodes, gpus
+        self, config, run_dir, spawn, device, seats
     ) -> None:
         self._spawn, self._log = spawn, run_dir / "logs" / "server-0.0.log"
-        assert (hosts, gpus) == (["127.0.0.1"], [()]) and len(nodes) == 1
+        assert [(seat.address, seat.gpus) for seat in seats] == [("127.0.0.1", None)]
 
     async def start(self) -> None:
         self._process = await self._spawn(["sleep", "60"], {}, "server-0", self._log)

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from megarl.config.schema import Config
-from megarl.rollout.command import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from megarl.nodes import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from megarl.rollout.pool import ServerPool
 from megarl.types import Prompt, ServerEndpoint, ServerSync, SyncReport
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,17 +19,15 @@ from megarl.weight_sync.transport.cuda_driver import (
     Allocation,
     Cuda,
 )
+from tests.weight_sync.in_c import compile_in_c
 
 SOURCE = Path(__file__).with_name("pretended_cuda.c")
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler here")
     made = tmp_path_factory.mktemp("cuda") / "libpretended.so"
-    subprocess.run([compiler, "-Wall", "-shared", "-fPIC", SOURCE, "-o", made], check=True)
+    compile_in_c(SOURCE, made, "-Wall")
     return ctypes.CDLL(str(made))
 
 
