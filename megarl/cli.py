@@ -5,6 +5,7 @@ What a command does is elsewhere: settings are described by `config/`, a run is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import textwrap
@@ -23,9 +24,10 @@ from megarl.config.settings import (
 )
 from megarl.config.toml import shortened
 from megarl.config.violation import Violation
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import ConfigError, MegarlError, RewardError
 from megarl.reshard.fabric import DEFAULT, FABRICS, fabric_of
 from megarl.reshard.mesh import MAX_RANKS
+from megarl.reward.function import load_function
 from megarl.rollout.engine_args import violations
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -42,7 +44,8 @@ megarl: reinforcement learning for language models; Megatron-Core learns, SGLang
   megarl config CONFIG [--group.setting VALUE ...]   print every setting, resolved and checked
   megarl reshard explain CONFIG [--group.setting VALUE ...] [--tensor NAME] [--json]
                                                      how weights travel from learner to servers
-  megarl help [NAME]                                 describe a setting, a group, or all of them
+  megarl help [NAME]                                 describe a command, a setting, a group of them,
+                                                     or all settings
   megarl --version
 
 CONFIG is a TOML file. --group.setting=VALUE works too, and a flag alone means true.
@@ -122,7 +125,7 @@ def _dispatch(given: list[str]) -> int:
         case ["train", path, *overrides] if not path.startswith("-"):
             return _train(path, overrides)
         case ["config", path, *overrides] if not path.startswith("-"):
-            _print(render_config(_load(path, overrides)))
+            _print(render_config(load_config(path, overrides, [_engine_args, _reward_function])))
         case ["reshard", *rest] if not rest or "-h" in rest or "--help" in rest:
             _print(RESHARD)
         case ["reshard", "explain", path, *rest] if not path.startswith("-"):
@@ -145,6 +148,8 @@ def _dispatch(given: list[str]) -> int:
             raise ConfigError(
                 f"megarl {command} needs a TOML file first: megarl {command} CONFIG [--name value]"
             )
+        case ["help", "train" | "check" | "config" | "reshard" as command]:
+            return _dispatch([command, "--help"])
         case ["help"]:
             _print(f"{_reference(setting_groups())}\n")
         case ["help", name]:
@@ -258,6 +263,19 @@ def _load(path: str, overrides: list[str]) -> Config:
 def _engine_args(config: Config) -> list[Violation]:
     name = "rollout.engine_args"
     return [Violation(text, (name,)) for text in violations(config.rollout.engine_args)]
+
+
+def _reward_function(config: Config) -> list[Violation]:
+    """Loads a user's own reward, as a run does before its engines start."""
+    function = config.reward.function
+    if config.reward.kind != "function" or not Path(function.rpartition(":")[0]).is_file():
+        return []  # the latter is told by `config/`
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the settings
+            load_function(function)
+    except RewardError as error:
+        return [Violation(str(error), ("reward.function",))]
+    return []
 
 
 def _matching(name: str) -> list[SettingGroup]:

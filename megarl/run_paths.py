@@ -12,6 +12,9 @@ from pathlib import Path
 SETTINGS = "config.toml"
 METRICS = "metrics.jsonl"
 LOGS = "logs"
+SAMPLES = "samples.jsonl"
+"""In the folder of a version: what was written there by the model, and its rewards."""
+
 ROLLOUTS = "rollouts"
 CHECKPOINTS = "checkpoints"
 LEARNER_ENDPOINT = "endpoints/learner.json"

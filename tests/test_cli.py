@@ -267,3 +267,40 @@ def test_missing_package_is_named_with_what_installs_it(monkeypatch, capsys) -> 
     assert "megarl: the package aiohttp is not installed here; `make venv`" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("command", ["train", "config", "check", "reshard"])
+def test_help_of_a_command_is_its_own(capsys, command: str) -> None:
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["help", command]) == 0
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def score(response, answer): return 1.0", "cannot be called with (response, answer,"),
+        ("import not_there", "importing {file} failed at line 1: ModuleNotFoundError"),
+        ("def other(): pass", "has functions ['other'], no 'score'"),
+    ],
+)
+def test_config_loads_a_reward_function_as_a_run_does(
+    tmp_path: Path, capsys, code: str, words: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    reward = ["--reward.kind", "function", "--reward.function", f"{file}:score"]
+    assert main(["config", EXAMPLE, *reward]) == 2
+    assert words.format(file=file) in capsys.readouterr().err
+
+
+def test_what_a_reward_function_prints_is_not_among_the_settings(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("print('hello')\ndef score(response, answer, facts): return 1.0")
+    reward = ["--reward.kind", "function", "--reward.function", f"{file}:score"]
+    assert main(["config", EXAMPLE, *reward]) == 0
+    shown = capsys.readouterr()
+    assert "hello" not in shown.out and "hello" in shown.err
+    assert main(["config", EXAMPLE, *reward[:3], f"{tmp_path}/none.py:score"]) == 2
+    assert capsys.readouterr().err.count("none.py") == 1

@@ -252,6 +252,8 @@ class DeadlineConfig(Group):
 
     server_start_s: PositiveFloat = 600.0
     """From starting a rollout server until it is healthy."""
+    server_answer_s: PositiveFloat = 60.0
+    """Until a server of `rollout.urls` answers; the learner starts after that."""
     learner_start_s: PositiveFloat = 600.0
     """From starting the learner until it answers."""
     generate_s: PositiveFloat = 1800.0

@@ -22,6 +22,7 @@ from megarl.controller.turn import Turn
 from megarl.learner.client import LearnerClient
 from megarl.observe.metrics import MetricsLog, StepMetrics
 from megarl.observe.progress import Progress
+from megarl.observe.samples import SampleLog
 from megarl.prompts.sampler import PromptSampler
 from megarl.reward.scorer import Scorer
 from megarl.rollout.collect import Collector
@@ -42,6 +43,7 @@ class Loop:
     turn: Turn
     evaluation: Evaluation
     checkpoints: Checkpoints
+    samples: SampleLog
     metrics: MetricsLog
     progress: Progress
 
@@ -77,6 +79,7 @@ class Loop:
 
         async def finish(group: Group) -> None:
             scored = assign(await self.reward.score(group), self.config.advantage)  # c d
+            self.samples.write(scored, version)
             self.buffer.add(scored, version)  # e
             finished.append(scored)
 

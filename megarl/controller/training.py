@@ -26,6 +26,7 @@ from megarl.errors import CheckpointError
 from megarl.learner.client import LearnerClient
 from megarl.observe.metrics import MetricsLog, WandbRun
 from megarl.observe.progress import Progress, end_table
+from megarl.observe.samples import SampleLog
 from megarl.prompts.dataset import load_prompts
 from megarl.prompts.sampler import PromptSampler
 from megarl.prompts.tokenizer import Tokenizer, load_tokenizer
@@ -55,6 +56,17 @@ def load_inputs(config: Config) -> Inputs:
     if config.eval.prompts:
         held_out = load_prompts(config, tokenizer, config.eval.prompts, config.eval.max_prompts)
     return Inputs(tokenizer, prompts, held_out)
+
+
+def note_on(config: Config, inputs: Inputs) -> str:
+    """What a user may not have meant by these inputs; empty where there is nothing."""
+    wanted, found = config.rollout.prompts_per_step, len(inputs.prompts)
+    if wanted <= found:
+        return ""
+    return (
+        f"rollout.prompts_per_step = {wanted}, and there are {found} prompts: a step has each "
+        f"{'at least ' if wanted % found else ''}{wanted // found} times, as a group for itself"
+    )
 
 
 def finished_version(run_dir: Path) -> int:
@@ -90,6 +102,7 @@ async def train(
             turn=turn,
             evaluation=Evaluation(config, inputs.eval_prompts, rollout, reward),
             checkpoints=Checkpoints(config, run_dir, learner),
+            samples=SampleLog(run_dir),
             metrics=metrics,
             progress=progress,
         )

@@ -1,8 +1,9 @@
-"""Entries of /dev/shm: which ones our own processes use, and the removal of those they left behind.
+"""What processes leave behind in /dev/shm and in the temp folder, and its removal.
 
-Owns the rule of what may be removed: an entry that appeared after we started, was seen in a
-process of our own tree, and is used by no living process; or one that carries the id of our run in
-its name. Entries of other jobs, and files that users keep there, are never touched.
+Owns the rule of what may be removed: an entry of /dev/shm that appeared after we started, was seen
+in a process of our own tree, and is used by no living process; or one, there or in the temp folder,
+that carries the id of our run in its name. Entries of other jobs, and files that users keep there,
+are never touched.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.launch.process import processes
+from megarl.launch.tempdir import temp_folders
 
 SHARED_MEMORY = Path("/dev/shm")
 RUN_PREFIX = "megarl_"
@@ -83,14 +86,29 @@ def sweep(files: Iterable[SharedFile]) -> list[str]:
 
 
 def sweep_run(run_id: str) -> list[str]:
-    """Remove /dev/shm/megarl_<run_id>_*, in use or not; returns the paths removed.
+    """Remove megarl_<run_id>_* of /dev/shm and of the temp folder, in use or not; returns their
+    paths.
 
     Only for a run whose processes have ended, or are ending.
     """
     if not _RUN_ID.fullmatch(run_id):
         return []
-    prefix = f"{SHARED_MEMORY}/{RUN_PREFIX}{run_id}_"
-    return sorted(f.path for f in present() if f.path.startswith(prefix) and _remove(f))
+    prefix = run_prefix(run_id)
+    start = f"{SHARED_MEMORY}/{prefix}"
+    removed = sorted(f.path for f in present() if f.path.startswith(start) and _remove(f))
+    for folder in temp_folders(prefix):
+        shutil.rmtree(folder, ignore_errors=True)
+        removed.append(str(folder))
+    return removed
+
+
+def run_prefix(run_id: str) -> str:
+    """How names begin of what belongs to a start of a run; without an id, to any process of ours.
+
+    >>> run_prefix("1130-004512-9f31c2")
+    'megarl_1130-004512-9f31c2_'
+    """
+    return f"{RUN_PREFIX}{run_id}_" if _RUN_ID.fullmatch(run_id) else RUN_PREFIX
 
 
 def is_run_file(file: SharedFile) -> bool:

@@ -24,7 +24,7 @@ from megarl import run_paths
 from megarl.config.record import environment_record
 from megarl.config.schema import Config
 from megarl.controller.colocated import kept_at_start
-from megarl.controller.training import finished_version, load_inputs, train
+from megarl.controller.training import finished_version, load_inputs, note_on, train
 from megarl.errors import LaunchError, LearnerError
 from megarl.launch.cleanup import sweep_run
 from megarl.launch.folder import RunFolder, open_run_folder, write_environment
@@ -66,6 +66,8 @@ def run_training(config: Config, run_dir: Path) -> int:
     run_dir = run_dir.absolute()
     try:
         inputs = load_inputs(config)
+        if note := note_on(config, inputs):
+            Progress(config.loop.versions).note(note)
         topology = make_topology(config, os.environ)
         with open_run_folder(config, run_dir) as folder:
             logging_to(run_dir / run_paths.LOGS / "controller.log")
@@ -179,8 +181,9 @@ class EngineRun:
     async def _engines(self) -> None:
         """Start both engines, work on them, end them.
 
-        They start side by side; colocated servers start first, as SGLang sizes its KV cache by the
-        memory that it finds, and give what they can before the learner takes its own.
+        They start side by side, but for servers that are there first. Those given by their URLs are
+        only asked, which takes seconds. Colocated ones start first, as SGLang sizes its KV cache by
+        the memory that it finds, and give what they can before the learner takes its own.
         """
         run_dir = self._folder.path
         endpoint = run_dir / run_paths.LEARNER_ENDPOINT
@@ -196,6 +199,9 @@ class EngineRun:
                 f"logs: {run_dir / 'logs'}"
             )
             is_colocated = self._config.placement.mode == "colocated"
+            are_there = bool(self._config.rollout.urls)
+            if are_there:
+                await self._servers_ready(servers)
             if is_colocated:
                 if self._topology.device == "cpu":
                     self._progress.note(f"placement.mode=colocated: {ON_CPUS}")
@@ -205,7 +211,7 @@ class EngineRun:
                 await servers.occupation.give(kept_at_start(self._config, is_resumed))
             process = await self._launcher.start_learner()
             engines = [self._timed(self._learner_ready(endpoint), "learner ready")]
-            if not is_colocated:
+            if not is_colocated and not are_there:
                 engines.append(self._servers_ready(servers))
             facts, *_ = await self._while_alive(process, _all(*engines))
             failure_file = run_dir / run_paths.LEARNER_FAILURE

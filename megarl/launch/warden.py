@@ -2,9 +2,10 @@
 nothing of it.
 
 Stands between the launcher and each engine process, on this machine and on the far side of srun
-alike. Ends the whole tree of COMMAND, and removes what it left in /dev/shm, when COMMAND ends,
-when standard input closes (the launcher asks, or was killed), or at SIGTERM or SIGINT (Slurm ends
-the job). Ends with COMMAND's status, or 128 + n for signal n. Knows nothing of what COMMAND is.
+alike. Gives COMMAND a temp folder of its own. Ends the whole tree of COMMAND, and removes what it
+left there and in /dev/shm, when COMMAND ends, when standard input closes (the launcher asks, or was
+killed), or at SIGTERM or SIGINT (Slurm ends the job). Ends with COMMAND's status, or 128 + n for
+signal n. Knows nothing of what COMMAND is.
 """
 
 from __future__ import annotations
@@ -12,19 +13,30 @@ from __future__ import annotations
 import argparse
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import MutableMapping
 
-from megarl.launch.cleanup import SharedFile, is_run_file, present, sweep, sweep_run, used_by
+from megarl.launch.cleanup import (
+    SharedFile,
+    is_run_file,
+    present,
+    run_prefix,
+    sweep,
+    sweep_run,
+    used_by,
+)
 from megarl.launch.process import (
     SHELL_SIGNAL_BASE,
     descendants,
     dying_with_parent,
     kill_below,
 )
+from megarl.launch.tempdir import make_temp_folder
 from megarl.linux import adopt_orphans
+from megarl.nodes import RUN_ID_VARIABLE
 
 LOOK_EVERY_S = 2.0  # what processes that die by themselves had in /dev/shm is as old as this
 NODE_RANK = "{node_rank}"
@@ -40,7 +52,16 @@ def main() -> None:
     options = parser.parse_args()
     select_gpus(options.gpus, os.environ)
     argv = [fill_node_rank(word, os.environ.get("SLURM_NODEID", "0")) for word in options.command]
-    sys.exit(watch(argv, options.grace_s, options.sweep_run))
+    try:
+        folder = make_temp_folder(run_prefix(os.environ.get(RUN_ID_VARIABLE, "")), os.environ)
+    except OSError as error:
+        print(f"no temp folder can be made: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(126)
+    try:
+        status = watch(argv, options.grace_s, options.sweep_run)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(status)
 
 
 def select_gpus(wanted: str, environ: MutableMapping[str, str]) -> None:

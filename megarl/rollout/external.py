@@ -27,7 +27,6 @@ from megarl.rollout.server import Server
 from megarl.types import ServerEndpoint, is_loopback
 
 RETRY_S = 2.0
-ANSWER_S = 60.0  # for one that should be up; deadline.server_start_s where that is shorter
 
 
 def servers(config: Config, environ: Mapping[str, str]) -> list[Server]:
@@ -91,13 +90,14 @@ class Connector:
         if incarnation:
             await asyncio.sleep(RETRY_S)  # it may be given up again and again
         where = f"{server.name}, {server.endpoint.url} (rollout.urls)"
-        limit_s = min(ANSWER_S, self.config.deadline.server_start_s)
+        limit_s = self.config.deadline.server_answer_s
         try:
             async with asyncio.timeout(None if incarnation else limit_s):
                 await calls.until(calls.is_listening, self.http, server.endpoint)
         except TimeoutError:
             raise RolloutError(
-                f"{where} does not answer within {limit_s:g} s; start it, or correct the URL"
+                f"{where} does not answer within deadline.server_answer_s = {limit_s:g}; start "
+                "it, or correct the URL"
             ) from None
         try:
             model = await calls.model_info(self.http, server.endpoint)

@@ -58,10 +58,21 @@ class Buffer:
         self.added.append((group.group_id, version))
 
 
+class Samples:
+    """Remembers what was written."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, int]] = []
+
+    def write(self, group: Group, version: int) -> None:
+        self.written.append((group.group_id, version))
+
+
 def collect(rollout: Rollout, reward: Reward, buffer: Buffer) -> list[Group]:
     parts: dict[str, Any] = dict.fromkeys(Loop.__slots__)
     config = Config.model_validate({"actor": {"model": "m"}})
-    parts.update(config=config, rollout=rollout, reward=reward, buffer=buffer)
+    samples = Samples()
+    parts.update(config=config, rollout=rollout, reward=reward, buffer=buffer, samples=samples)
     prompts = [Prompt(f"p{index}", (1,), "", "") for index in range(4)]
     return asyncio.run(cast(Any, Loop(**parts))._collect(prompts, 7))
 

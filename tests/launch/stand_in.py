@@ -84,7 +84,13 @@ def controller(run_dir: Path, behavior: str) -> int:
         await asyncio.sleep(0 if behavior == "done" else 60)
 
     run.load_inputs = lambda config: None  # type: ignore[assignment, return-value]
-    run.train, run.ServerPool, run.LearnerClient = train, Servers, Client  # type: ignore[assignment,misc]
+    run.note_on = lambda config, inputs: ""  # type: ignore[assignment]
+    run.train, run.LearnerClient = train, Client  # type: ignore[assignment,misc]
+    rollout = {}
+    if behavior == "no server":
+        rollout = {"urls": ["http://127.0.0.1:9"]}  # nobody listens there
+    else:
+        run.ServerPool = Servers  # type: ignore[assignment,misc]
     if behavior != "wrong reward":
         run.Scorer = lambda config: contextlib.nullcontext()  # type: ignore[assignment,misc]
     run.SHUTDOWN_S = 0.1
@@ -96,7 +102,8 @@ def controller(run_dir: Path, behavior: str) -> int:
     python.chmod(0o755)
     launch = {"device": "cpu", "kind": "local", "learner_python": str(python)}
     reward = {"kind": "function", "function": f"{__file__}:nope"}
-    config = Config.model_validate({"actor": {"model": "m"}, "launch": launch, "reward": reward})
+    groups = {"actor": {"model": "m"}, "launch": launch, "reward": reward, "rollout": rollout}
+    config = Config.model_validate({**groups, "deadline": {"server_answer_s": 0.5}})
     return run.run_training(config, run_dir)
 
 

@@ -109,6 +109,25 @@ def test_warden_leaves_nothing_of_its_command(tmp_path: Path, ending: str) -> No
     assert not shm.exists()
 
 
+@pytest.mark.parametrize("ending", ["closed pipe", "command is killed"])
+def test_temp_folder_of_a_command_goes_with_it(ending: str) -> None:
+    code = "import os, tempfile, time; print(os.getpid(), tempfile.mkstemp()[1], flush=True)"
+    argv = [sys.executable, "-m", "megarl.launch.warden", "--", sys.executable, "-c"]
+    pipe = subprocess.PIPE
+    argv.append(f"{code}; time.sleep(60)")
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as warden:
+        assert warden.stdin is not None and warden.stdout is not None
+        pid, path = warden.stdout.readline().split()
+        folder = Path(path).parent
+        assert folder.name.startswith("megarl_") and Path(path).exists()
+        if ending == "closed pipe":
+            warden.stdin.close()
+        else:
+            os.kill(int(pid), signal.SIGKILL)
+        warden.wait(timeout=10)
+    assert not folder.exists()
+
+
 def test_warden_ends_with_its_commands_status() -> None:
     argv = [sys.executable, "-m", "megarl.launch.warden", "--"]
     for command, status in ((["sh", "-c", "exit 3"], 3), (["/no/program"], 127)):

@@ -85,6 +85,15 @@ def test_reward_function_that_is_not_there_ends_the_run_before_an_engine_starts(
     assert not (run.run_dir / "logs" / "learner.log").exists()
 
 
+@pytest.mark.parametrize("run", ["no server"], indirect=True)
+def test_url_without_a_server_ends_the_run_before_the_learner_starts(run: Run) -> None:
+    status, stderr = run.end(limit_s=60)
+    assert status == 1
+    assert "server-0, http://127.0.0.1:9 (rollout.urls) does not answer within" in stderr
+    assert "deadline.server_answer_s = 0.5" in stderr
+    assert not (run.run_dir / "logs" / "learner.log").exists()
+
+
 @pytest.mark.parametrize("run", ["learner dies"], indirect=True)
 def test_dead_learner_ends_the_run_with_its_account(run: Run) -> None:
     status, stderr = run.end(limit_s=30)

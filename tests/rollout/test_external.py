@@ -58,7 +58,6 @@ def model(tmp_path: Path) -> Path:
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(external, "ANSWER_S", 0.5)
     monkeypatch.setattr(external, "RETRY_S", 0.05)
     monkeypatch.setattr(pool_module, "SUSPECT_S", 0.5)
 
@@ -76,7 +75,8 @@ def pool_of(config: Config, folder: Path) -> ServerPool:
 
 
 def config_for(model: Path, *urls: str) -> Config:
-    return make_config(model, rollout={"urls": list(urls)})
+    deadline = {"server_start_s": 300, "server_answer_s": 0.5, "generate_s": 60, "sync_s": 30}
+    return make_config(model, rollout={"urls": list(urls)}, deadline=deadline)
 
 
 @asynccontextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,11 +30,12 @@ class Run:
         self._command = [sys.executable, "-m", "megarl", "train", str(QUICKSTART)]
         self._command += ["--run.dir", str(folder), "--eval.max_prompts", "16", *settings]
         self._output = folder / "output.txt"
+        self._temp = tempfile.mkdtemp(prefix="run")  # its path is short, as sockets need it
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start, or continue, without waiting."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": self._temp}
         with self._output.open("ab") as output:
             self.process = subprocess.Popen(
                 self._command,
@@ -96,6 +99,10 @@ class Run:
             found += psutil.Process(self.process.pid).children(recursive=True)
         return list({process.pid: process for process in found}.values())
 
+    def left_in_temp(self) -> list[str]:
+        """What is left in the temp folder, but for what torch compiled."""
+        return [name for name in os.listdir(self._temp) if not name.startswith("torchinductor_")]
+
     def stop(self) -> None:
         """Leave nothing running, whatever happened."""
         for process in self.processes():
@@ -103,6 +110,7 @@ class Run:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+        shutil.rmtree(self._temp, ignore_errors=True)
 
 
 @pytest.fixture

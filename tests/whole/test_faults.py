@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -51,6 +52,14 @@ def trained_ids(run: Run, step: int) -> list[str]:
     return sorted(p.name for p in (run.dir / f"rollouts/v{step:06d}").glob("*.safetensors"))
 
 
+def written(run: Run, step: int) -> set[str]:
+    """Names of the samples whose text and reward of one step can be read."""
+    lines = (run.dir / f"rollouts/v{step:06d}/samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert all(sample["reward"] is not None for sample in samples)
+    return {sample["sample"] for sample in samples}
+
+
 def test_killed_scheduler_is_replaced_and_no_prompt_is_lost_or_used_twice(
     quickstart: Callable[..., Run],
 ) -> None:
@@ -64,6 +73,8 @@ def test_killed_scheduler_is_replaced_and_no_prompt_is_lost_or_used_twice(
     assert all(row["buffer/samples"] == 256 for row in rows)
     assert all(len(trained_ids(run, step)) == 16 for step in range(8))
     assert all(row["mismatch/mean_abs_logprob"] < 1e-4 for row in rows)
+    assert all(len(written(run, step)) == 256 for step in range(8))
+    assert run.left_in_temp() == []
     assert any(event["event"] == "server_rejoined" for event in run.events) or any(
         event["event"] == "server_restarted" for event in run.events
     )
@@ -85,6 +96,7 @@ def test_killed_learner_rank_ends_the_run_with_its_name_and_the_same_command_res
     assert "Traceback" not in run.output
     assert not run.processes()
     assert not own_shm(before)
+    assert run.left_in_temp() == []
 
     assert run.finish()
     assert [row["step"] for row in run.rows] == list(range(6))
@@ -106,5 +118,6 @@ def test_interrupted_run_is_gone_within_fifteen_seconds_and_resumes(
     while run.processes() or own_shm(before):
         assert time.monotonic() - interrupted_s < 15, (run.processes(), own_shm(before))
         time.sleep(0.1)
+    assert run.left_in_temp() == []
     assert "ended; the same command continues from version" in run.output
     assert "Traceback" not in run.output
