@@ -26,12 +26,13 @@ from megarl.config.schema import Config
 from megarl.controller.colocated import kept_at_start
 from megarl.controller.training import finished_version, load_inputs, note_on, train
 from megarl.errors import LaunchError, LearnerError
-from megarl.launch.cleanup import sweep_run
+from megarl.launch.cleanup import run_prefix, sweep_run
 from megarl.launch.folder import RunFolder, open_run_folder, write_environment
 from megarl.launch.launcher import Launcher
 from megarl.launch.local import LocalSteps
 from megarl.launch.process import Process, describe_status
 from megarl.launch.slurm import SlurmSteps
+from megarl.launch.tempdir import own_temp_folder
 from megarl.launch.topology import Topology, make_topology
 from megarl.learner.client import LearnerClient
 from megarl.learner.phases import read_phases, remove_old
@@ -146,7 +147,8 @@ class EngineRun:
         work = asyncio.create_task(self._work())
         try:
             self._catch_signals(work)
-            await work
+            with own_temp_folder(run_prefix(self._folder.run_id)):
+                await work
         except BaseException:
             if not self._signum:
                 raise

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import shutil
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 SHORT = "/tmp"
@@ -36,7 +37,22 @@ def make_temp_folder(prefix: str, environ: MutableMapping[str, str]) -> Path:
     return Path(folder)
 
 
+@contextlib.contextmanager
+def own_temp_folder(prefix: str) -> Iterator[Path]:
+    """A temp folder of this process inside, for what Python makes; it is removed after.
+
+    Programs that are started meanwhile are not told of it.
+    """
+    before, folder = tempfile.tempdir, make_temp_folder(prefix, {})
+    tempfile.tempdir = str(folder)
+    try:
+        yield folder
+    finally:
+        tempfile.tempdir = before
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def temp_folders(prefix: str) -> list[Path]:
     """The folders that were made with `prefix` on this node."""
-    places = {tempfile.gettempdir(), SHORT}
+    places = {tempfile.gettempdir(), os.environ.get("TMPDIR") or SHORT, SHORT}
     return sorted(folder for place in places for folder in Path(place).glob(f"{prefix}*"))

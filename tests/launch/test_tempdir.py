@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.launch.cleanup import run_prefix, sweep_run
-from megarl.launch.tempdir import make_temp_folder
+from megarl.launch.tempdir import make_temp_folder, own_temp_folder
 
 
 @pytest.fixture
@@ -52,3 +52,11 @@ def test_sweep_of_a_run_removes_its_temp_folders_and_no_others(usual: Path) -> N
     other = make_temp_folder(run_prefix(f"{run}x"), {})
     assert sweep_run(run) == sorted(map(str, own))
     assert list(usual.iterdir()) == [other]
+
+
+def test_own_folder_holds_what_python_makes_inside_and_goes_after(usual: Path) -> None:
+    with own_temp_folder("megarl_r_") as folder:
+        made = Path(tempfile.mkdtemp())
+        assert made.parent == folder and folder.parent == usual
+    assert tempfile.gettempdir() == str(usual)
+    assert list(usual.iterdir()) == []
