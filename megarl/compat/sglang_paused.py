@@ -16,7 +16,6 @@ from typing import Any
 
 from megarl.compat.after_import import after_import
 
-ENGINE_VERSIONS = ("0.5.23",)
 MODULE = "sglang.srt.managers.scheduler"
 
 

@@ -40,7 +40,7 @@ def run_learner(folder: Path, packages: Path) -> str:
     (run_dir / "config.toml").write_text(text)
     paths = ["--config", str(run_dir / "config.toml"), "--run-dir", str(run_dir)]
     done = subprocess.run(
-        [sys.executable, "-m", "megarl.learner.ranks", *paths],
+        [sys.executable, "-m", "megarl.learner.agent", *paths],
         cwd=ROOT,
         capture_output=True,
         text=True,
