@@ -30,7 +30,7 @@ from megarl.config.load import read_config
 from megarl.config.precision import PrecisionConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, MegarlError
-from megarl.learner import ranks
+from megarl.learner import agent
 from megarl.learner.golden import Golden, draw, recorded
 from megarl.learner.learner import Learner
 from megarl.learner.loss import LossWeights
@@ -239,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry: the launcher of the ranks, or one of them."""
     if "RANK" in os.environ:
         _rank(argv)
-    return ranks.main(argv, MODULE)
+    return agent.main(argv, MODULE)
 
 
 def _rank(argv: Sequence[str] | None) -> NoReturn:
