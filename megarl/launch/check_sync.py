@@ -13,8 +13,9 @@ from pathlib import Path
 
 from megarl import run_paths
 from megarl.actor.shape import read_shape
+from megarl.compat import SGLANG_VERSION
 from megarl.config.bounds import probe_bound
-from megarl.config.capability import SGLANG_VERSION, planned
+from megarl.config.capability import planned
 from megarl.config.explain import explain_run
 from megarl.config.record import environment_record
 from megarl.config.schema import Config
