@@ -19,10 +19,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megarl.actor.config_fields import is_integer
 from megarl.errors import MALFORMED, NoAnswerError, WeightSyncError, in_words
+from megarl.weight_sync.transport import stores
 
 _POLL_S = 0.002
 _REASONS_S = 3.0  # for others to say why, once one has refused and the verdict is known
-CONNECT_S = 10.0  # a receiver holds up its server for no longer than this when the learner is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class AckBoard:
             port,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=CONNECT_S),
+            timeout=timedelta(seconds=stores.CONNECT_S),
             master_listen_fd=listener.detach(),
         )
 
@@ -142,22 +142,6 @@ class AckBoard:
         """Remove what has been read, so that the store does not grow."""
         for key in keys:
             self._store.delete_key(key)
-
-
-def connect(address: tuple[str, int]) -> TCPStore:
-    """A receiver's connection to the board, kept for the learner's life.
-
-    Raises WeightSyncError at once where nobody listens: torch's store would go on trying.
-    """
-    try:
-        socket.create_connection(address, CONNECT_S).close()
-    except OSError as error:
-        raise WeightSyncError(
-            f"no store at {address[0]}:{address[1]}, the learner has ended or is unreachable "
-            f"({error})"
-        ) from error
-    timeout = timedelta(seconds=CONNECT_S)
-    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _family(host: str) -> socket.AddressFamily:

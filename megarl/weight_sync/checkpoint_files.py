@@ -31,9 +31,8 @@ from megarl.reshard.explicit import explicit_layout
 from megarl.reshard.files import FLOAT8, INDEX, SINGLE
 from megarl.reshard.layout import Box, Layout, LocalTensor, Piece, RankLayout, local_box, whole
 from megarl.reshard.store import cached_plan
-from megarl.weight_sync.formats import WireFormat, wire_format
+from megarl.weight_sync.formats import WireFormat, dtype_name, wire_format
 from megarl.weight_sync.full import stored_shape
-from megarl.weight_sync.stock_routes import dtype_name
 from megarl.weight_sync.together import from_all
 
 SHARD_BYTES = 5_000_000_000  # of one file, as Hugging Face's save_pretrained has it

@@ -1,7 +1,7 @@
 """Which pieces each side sums up, and whether the sums prove that a policy has arrived.
 
-Both sides work out the pieces from layouts alone. Owns the comparison. Knows nothing of how sums
-are made or how they travel.
+Both sides work out the pieces from layouts alone. Owns the comparison. Knows of sums only that
+those of parts add up; nothing of how they are made or travel.
 """
 
 from __future__ import annotations

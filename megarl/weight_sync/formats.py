@@ -52,6 +52,15 @@ def policy_dtype(name: str) -> torch.dtype:
     return WIRE_DTYPES[name]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as SGLang's requests and a config.json spell it.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def wire_format(name: str, layout: Layout) -> WireFormat:
     """The types of all parameters of `layout`, whose policy has the format `name`.
 

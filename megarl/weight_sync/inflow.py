@@ -7,6 +7,7 @@ a sync uses follows from the route alone: where it has nothing for a way, that w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 
@@ -19,6 +20,35 @@ from megarl.weight_sync.parcels import Parcel
 from megarl.weight_sync.route import Route, Source
 from megarl.weight_sync.transport.arenas import AnyReader, open_arena
 from megarl.weight_sync.transport.p2p import Peers
+
+
+class Inflow(Protocol):
+    """One way into a server rank's live parameters, kept between syncs.
+
+    All of it raises WeightSyncError where it cannot go on, none of it waits past `until` (a time of
+    `time.monotonic`).
+    """
+
+    def open(
+        self, message: ControlMessage, route: Route, device: torch.device, until: float
+    ) -> None:
+        """Find all that is needed for this sync, before the first byte is written on `device`."""
+
+    def fill(self, parameters: Mapping[str, torch.Tensor], until: float) -> None:
+        """Write this way's boxes into the live parameters."""
+
+    def check(self, message: ControlMessage) -> None:
+        """See that what was read was of this sync from beginning to end."""
+
+    def refuse(self, message: ControlMessage, why: str) -> None:
+        """Tell the others that this rank does not go on, and drop what the sync has opened."""
+
+    def let_go(self) -> None:
+        """Close what must not be open between syncs, whether the sync went well or not."""
+
+    @property
+    def moved_bytes(self) -> Mapping[str, int]:
+        """Bytes that the last `fill` wrote, by link."""
 
 
 class ArenaInflow:

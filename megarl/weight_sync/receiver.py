@@ -24,15 +24,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from megarl.errors import WeightSyncError, in_words
 from megarl.reshard import execute
 from megarl.reshard.layout import Piece, RankLayout
-from megarl.weight_sync import acks, parts
+from megarl.weight_sync import parts
 from megarl.weight_sync.acks import Ack
 from megarl.weight_sync.checksum_triton import BoxValues
 from megarl.weight_sync.control import ControlMessage, decode
-from megarl.weight_sync.inflow import ArenaInflow, MessageInflow
+from megarl.weight_sync.inflow import ArenaInflow, Inflow, MessageInflow
 from megarl.weight_sync.live_sums import LiveSums
 from megarl.weight_sync.parcels import server_member
 from megarl.weight_sync.route import Route, make_route
-from megarl.weight_sync.transport.interface import Inflow
+from megarl.weight_sync.transport import stores
 from megarl.weight_sync.transport.meeting import bounded
 
 log = logging.getLogger(__name__)
@@ -97,12 +97,12 @@ class Receiver:
 
         def write() -> bool:
             if self._store is None or self._store[0] != message.store:
-                self._store = (message.store, acks.connect(message.store))
+                self._store = (message.store, stores.connect(message.store))
             self._store[1].set(message.ack_key, ack.to_json())
             return True
 
         try:
-            bounded(write, time.monotonic() + acks.CONNECT_S, server_member(message.tp_rank))
+            bounded(write, time.monotonic() + stores.CONNECT_S, server_member(message.tp_rank))
         except Exception:
             self._store = None  # the next sync connects anew
             raise
@@ -170,10 +170,10 @@ class Receiver:
             )
 
         def agree() -> str:
-            store = acks.connect(message.store)
+            store = stores.connect(message.store)
             return str(store.compare_set(message.alone_key, "", found).decode())
 
-        agreed = bounded(agree, time.monotonic() + acks.CONNECT_S, server_member(message.tp_rank))
+        agreed = bounded(agree, time.monotonic() + stores.CONNECT_S, server_member(message.tp_rank))
         if agreed != _ALONE:
             raise WeightSyncError(agreed)
 
@@ -190,10 +190,10 @@ def _is_busy(message: ControlMessage) -> bool:
 
     def check() -> bool:
         socket.create_connection(message.store).close()  # refused at once where it has ended
-        return bool(acks.connect(message.store).check([message.busy_key]))
+        return bool(stores.connect(message.store).check([message.busy_key]))
 
     try:
-        return bounded(check, time.monotonic() + acks.CONNECT_S, "its learner")
+        return bounded(check, time.monotonic() + stores.CONNECT_S, "its learner")
     except WeightSyncError:
         return True
     except (OSError, RuntimeError):

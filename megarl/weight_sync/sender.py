@@ -37,7 +37,7 @@ from megarl.weight_sync.transport.shared import Arena, ArenaRef
 
 
 @dataclass(frozen=True)
-class Route:
+class SendPlan:
     """The plan to one kind of server, where this rank stages what it reads, and what it sends.
 
     `members` are those of a server's group, empty where all is on one node.
@@ -87,7 +87,7 @@ class Sender:
         self._shapes = {parameter.name: parameter.shape for parameter in self.layout.parameters}
         self._mine = self.layout.rank(rank)
         self._share = Cover(self.layout).share(rank)
-        self._routes: dict[ServerKind, Route] = {}
+        self._routes: dict[ServerKind, SendPlan] = {}
         self._arenas: dict[ServerKind, tuple[int, AnyArena]] = {}
         self._peers: dict[str, Peers] = {}
         self._quantized = self._quantizer()
@@ -138,14 +138,14 @@ class Sender:
                     f"expected {shape}; the model was built from another shape or mesh"
                 )
 
-    def route(self, kind: ServerKind) -> Route:
+    def route(self, kind: ServerKind) -> SendPlan:
         """The plan to servers of `kind`, made once. Raises LayoutError where there can be none."""
         if kind not in self._routes:
             destination = self._source.server_layout(kind.mesh)
             where = placement(self._devices, kind.devices)
             plan = cached_plan(self.layout, destination, where, self.wire.policy.itemsize)
             slots, num_bytes = arena_layout(self._mine, plan)
-            self._routes[kind] = Route(
+            self._routes[kind] = SendPlan(
                 plan,
                 destination,
                 slots,
@@ -219,12 +219,12 @@ class Sender:
         arena.stamp(stamp)
         return arena.ref
 
-    def _copy(self, arena: AnyArena, route: Route) -> None:
+    def _copy(self, arena: AnyArena, route: SendPlan) -> None:
         for name, slot in route.slots.items():
             if arena.stages(slot.offset):
                 staged(arena, slot, self.wire).copy_(self.sent[name].detach())
 
-    def _arena(self, kind: ServerKind, generation: int, route: Route) -> AnyArena:
+    def _arena(self, kind: ServerKind, generation: int, route: SendPlan) -> AnyArena:
         current = self._arenas.get(kind)
         if (
             current is not None
@@ -250,7 +250,7 @@ class Sender:
         self._arenas[kind] = (generation, arena)
         return arena
 
-    def _live(self, route: Route) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
+    def _live(self, route: SendPlan) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
         """By their places in an arena: parameters as they travel, and the bytes of the others."""
         live, others = dict[int, torch.Tensor](), dict[int, int]()
         for name, slot in route.slots.items():

@@ -1,7 +1,7 @@
 """Stage g, weight sync: stage, send, check, on all learner ranks together.
 
-`WeightSync` is what the learner holds. Knows nothing of losses, prompts, rewards, or of Megatron:
-it is given live tensors by the local names of the learner's layout.
+`WeightSync` is what the learner holds. Knows nothing of losses, prompts or rewards, and of Megatron
+only its layout: it is given live tensors by the local names of that.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from megarl.types import ServerEndpoint, SyncReport, is_loopback
 from megarl.weight_sync.full import FullBucket, FullPolicy
 from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.server_calls import PauseMode, ServerCalls
-from megarl.weight_sync.stock_routes import BroadcastRoute, RequestRoute, Route
+from megarl.weight_sync.stock_routes import BroadcastRoute, BucketRoute, RequestRoute
 from megarl.weight_sync.transport.broadcast import Backend, Broadcast
 from megarl.weight_sync.unproved import Line, Publish
 
@@ -129,7 +129,7 @@ class StockSync:
         for name in list(self._groups):
             self._forget(name)
 
-    def _route(self, server: StockServer) -> Route:
+    def _route(self, server: StockServer) -> BucketRoute:
         if server.via == "request":
             return RequestRoute(server.endpoint.tp)
         return BroadcastRoute(self._broadcast(server), self._device)
@@ -155,7 +155,7 @@ class StockSync:
 class _Line(Line):
     """One server's part of one publish: it takes bucket after bucket."""
 
-    def __init__(self, server: ServerEndpoint, publish: Publish, route: Route) -> None:
+    def __init__(self, server: ServerEndpoint, publish: Publish, route: BucketRoute) -> None:
         super().__init__(server, publish)
         self.copies, self._route = server.tp, route
         self._free = threading.Semaphore(0)  # released when the next bucket may come

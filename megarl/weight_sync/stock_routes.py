@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from megarl.weight_sync.formats import dtype_name
 from megarl.weight_sync.full import FullBucket
 from megarl.weight_sync.server_calls import SELECTOR, ServerCalls
 from megarl.weight_sync.transport.broadcast import Broadcast
@@ -20,7 +21,7 @@ from megarl.weight_sync.transport.broadcast import Broadcast
 BUCKETS = "flattened_bucket"  # SGLang's load_format for tensors one behind the other in one
 
 
-class Route(Protocol):
+class BucketRoute(Protocol):
     """One way of buckets into one server. All of it raises WeightSyncError."""
 
     def open(self, calls: ServerCalls, until: float) -> None:
@@ -83,15 +84,6 @@ class BroadcastRoute:
         there = data.to(self._device)
         route = "/update_weights_from_distributed"
         self._group.send(there, lambda: calls.post(route, body), until)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as SGLang's requests and a config.json spell it.
-
-    >>> dtype_name(torch.bfloat16)
-    'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")
 
 
 def encode_bucket(bucket: FullBucket, data: torch.Tensor) -> str:

@@ -20,7 +20,7 @@ from megarl.weight_sync.control import ControlMessage, SourceSpec, stamp
 from megarl.weight_sync.inflow import ArenaInflow
 from megarl.weight_sync.places import ServerKind
 from megarl.weight_sync.receiver import Receiver
-from megarl.weight_sync.sender import Route, Sender
+from megarl.weight_sync.sender import Sender, SendPlan
 from megarl.weight_sync.transport.arenas import Policy
 from megarl.weight_sync.transport.cuda_driver import tensor_over
 from tests.gpu.machine import Machine
@@ -154,7 +154,7 @@ class Learner:
         return self._machine.free_bytes()
 
 
-def _staged(sender: Sender, route: Route) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
+def _staged(sender: Sender, route: SendPlan) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
     """As `Sender._live`, with nothing that servers could read where it is."""
     live, others = Sender._live(sender, route)
     return {}, others | {offset: tensor.nbytes for offset, tensor in live.items()}

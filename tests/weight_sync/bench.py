@@ -21,11 +21,13 @@ from tests.weight_sync.call_faults import ACTIONS, Site, cont, strike
 from tests.weight_sync.fake_server import Server
 from tests.weight_sync.faults import Fault
 from tests.weight_sync.forked import Answers, Learner, Place
+from tests.weight_sync.open_files import more
 from tests.weight_sync.scenarios import KINDS, LONG_S, SETTINGS, SHORT_S, Scenario
 
 ENDING_S = 15.0  # past the deadline at most, when every learner rank has come back
 PROMPT_S = 15.0  # at most, where something else than the deadline ends a sync
 WAKE_S = 1.0  # past the deadline, when a stopped learner rank goes on
+START_S = 60.0  # of a server's processes, on a busy machine
 FLAT_S = 12.0  # for threads to end: one may still be trying to reach a learner that was killed
 
 
@@ -53,7 +55,7 @@ class Bench:
         ]
         self._repair()
         self._repair()
-        self._flat = self._census()
+        self._flat, self._open = self._census()
 
     def _new_learner(self) -> Learner:
         places = [Place(node, rank) for rank, node in enumerate(self.setting.learner)]
@@ -144,7 +146,11 @@ class Bench:
         for server in self._servers:
             if scenario.kind in ("server hang", "server stop") and server is hurt:
                 continue
-            assert server.drain(limit_s), f"{server.endpoint.name} is held up"
+            starts = (
+                scenario.kind == "server rebooted" and server is hurt
+            )  # new processes, in a call
+            idle_s = START_S if starts else limit_s
+            assert server.drain(idle_s), f"{server.endpoint.name} is held up"
         for server in self._servers:
             claims = {version: results.get(server.endpoint.name)}
             if self._other_version:
@@ -207,11 +213,13 @@ class Bench:
         """Servers whose files and threads are looked at."""
         return self._servers
 
-    def _census(self) -> list[int]:
+    def _census(self) -> tuple[list[int], list[list[str]]]:
+        """Files and threads of every process, and the files by name."""
         found = self._learner.ranks.ask(("census",))
         for server in self._counted():
             found += server.ranks.ask(("census",))
-        return [count for each in found for count in (each["files"], each["threads"])]
+        counts = [count for each in found for count in (each["files"], each["threads"])]
+        return counts, [each["open"] for each in found]
 
     def _check_flat(self, scenario: Scenario) -> None:
         """Files and threads are no more than they were before any fault."""
@@ -220,8 +228,13 @@ class Bench:
             self._learner = self._new_learner()
             self._repair()
         until = time.monotonic() + FLAT_S
-        while any(map(gt, found := self._census(), self._flat)):
-            assert time.monotonic() < until, f"{found} files and threads, were {self._flat}"
+        while True:
+            counts, opened = self._census()
+            if not any(map(gt, counts, self._flat)):
+                return
+            assert time.monotonic() < until, (
+                f"{counts} files and threads, were {self._flat}\n{more(opened, self._open)}"
+            )
 
 
 def _fault(scenario: Scenario) -> Fault:

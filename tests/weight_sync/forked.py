@@ -31,15 +31,17 @@ from megarl.reshard.placement import Device
 from megarl.reshard.plan import Plan, make_plan
 from megarl.reshard.sglang import sglang_layout
 from megarl.types import SyncReport
-from megarl.weight_sync import acks, coverage, receiver
+from megarl.weight_sync import coverage, receiver
 from megarl.weight_sync.acks import Ack
 from megarl.weight_sync.checksum import box_checksum
 from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.places import Place, learner_devices, placement, server_devices
 from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.session import WeightSync
+from megarl.weight_sync.transport import stores
 from tests.weight_sync import fake_server, tiny
 from tests.weight_sync.faults import Fault, in_learner_rank, in_server_rank
+from tests.weight_sync.open_files import open_files
 from tests.weight_sync.rig import moved
 from tests.weight_sync.tiny import SHAPE, FakeModel
 
@@ -53,7 +55,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([__name__])
 
 
-def census() -> dict[str, int]:
+def census() -> dict[str, Any]:
     """What a process holds open, once what is ending has ended."""
     threads = []
     for _ in range(10):
@@ -63,6 +65,7 @@ def census() -> dict[str, int]:
         "files": len(os.listdir("/proc/self/fd")),
         "threads": min(threads),
         "own_kib": _own_kib(),
+        "open": open_files(),
     }
 
 
@@ -278,7 +281,7 @@ def _server_rank(pipe: Connection, rank: int, tp: int) -> None:
         told(self, message, ack)
 
     receiver.Receiver.acknowledge = acknowledge  # type: ignore[method-assign]
-    acks.CONNECT_S = 5.0
+    stores.CONNECT_S = 5.0
     receiver._RECEIVER._engine_rank = lambda: rank
     while True:
         name, *arguments = pipe.recv()

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from megarl.errors import WeightSyncError
-from megarl.weight_sync import acks
 from megarl.weight_sync.acks import Ack, AckBoard
+from megarl.weight_sync.transport import stores
 
 GOOD = Ack("t", True, sums=(1, 2**64 - 1))
 KEYS = {"TP rank 0": "a", "learner rank 1": "b"}
@@ -64,5 +64,5 @@ def test_connection_to_a_learner_that_has_ended_fails_at_once() -> None:
         address = ("127.0.0.1", taken.getsockname()[1])
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match=f"no store at 127.0.0.1:{address[1]}, the learner"):
-        acks.connect(address)
+        stores.connect(address)
     assert time.monotonic() - start < 2

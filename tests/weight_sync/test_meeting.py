@@ -10,9 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from megarl.errors import WeightSyncError
-from megarl.weight_sync import acks
 from megarl.weight_sync.acks import AckBoard
-from megarl.weight_sync.transport import meeting
+from megarl.weight_sync.transport import meeting, stores
 from megarl.weight_sync.transport.meeting import Call
 from megarl.weight_sync.transport.p2p import address_toward
 
@@ -34,7 +33,7 @@ def gathered(
     def attend(i: int) -> None:
         until = time.monotonic() + limit_s
         try:
-            store = acks.connect(call.store)
+            store = stores.connect(call.store)
             told[i] = meeting.attend(store, call, MEMBERS[i], held[i], backends[i], until)
         except WeightSyncError as error:
             told[i] = str(error)
@@ -65,7 +64,7 @@ def test_member_that_does_not_come_is_named_to_all_others(board: AckBoard) -> No
 
 def test_refusal_reaches_all_at_once_and_the_first_one_stays(board: AckBoard) -> None:
     call = Call(board.address, "k", MEMBERS)
-    store = acks.connect(call.store)
+    store = stores.connect(call.store)
     meeting.refuse(store, call, "TP rank 1: no room")
     meeting.refuse(store, call, "TP rank 0: because of the other")
     start = time.monotonic()
@@ -79,7 +78,7 @@ def test_member_that_comes_when_all_is_over_does_not_wait_and_leaves_no_key(
     board: AckBoard,
 ) -> None:
     call = Call(board.address, "k", MEMBERS, stands_key="k/busy")
-    store = acks.connect(call.store)
+    store = stores.connect(call.store)
     with pytest.raises(WeightSyncError, match="the sync that this update is of has ended"):
         meeting.attend(store, call, MEMBERS[1], "", "gloo", time.monotonic() + 60)
     assert board.num_keys == 0
@@ -88,7 +87,7 @@ def test_member_that_comes_when_all_is_over_does_not_wait_and_leaves_no_key(
 def test_member_that_waits_learns_that_all_is_over(board: AckBoard) -> None:
     call = Call(board.address, "k", MEMBERS, stands_key="k/busy")
     board.put(call.stands_key, "server-0")
-    store = acks.connect(call.store)
+    store = stores.connect(call.store)
     timer = threading.Timer(0.2, board.forget, [[call.stands_key]])
     timer.start()
     with pytest.raises(WeightSyncError, match="the sync that this update is of has ended"):

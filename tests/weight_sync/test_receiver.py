@@ -209,7 +209,7 @@ def test_ranks_agree_whether_another_learner_is_at_their_server(simple: Rig) -> 
 def test_learner_whose_store_does_not_answer_holds_up_no_server(
     simple: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.weight_sync.acks.CONNECT_S", 0.5)
+    monkeypatch.setattr("megarl.weight_sync.transport.stores.CONNECT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # as of a learner that is stopped
         address = ("127.0.0.1", silent.getsockname()[1])
         message = dataclasses.replace(simple.messages(2)[0], store=address)

@@ -21,8 +21,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from megarl.errors import WeightSyncError
-from megarl.weight_sync import acks
-from megarl.weight_sync.transport import meeting
+from megarl.weight_sync.transport import meeting, stores
 from megarl.weight_sync.transport.meeting import Call
 
 log = logging.getLogger(__name__)
@@ -151,7 +150,7 @@ class Peers:
 
     def _connected(self, address: tuple[str, int]) -> TCPStore:
         if self._store is None or self._store[0] != address:
-            self._store = (address, acks.connect(address))
+            self._store = (address, stores.connect(address))
         return self._store[1]
 
 
