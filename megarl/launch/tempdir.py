@@ -16,7 +16,7 @@ from pathlib import Path
 
 SHORT = "/tmp"
 LONGEST_SOCKET = 107  # bytes of a Unix socket's path, man 7 unix
-LONGEST_INSIDE = 40  # such as pymp-abcdefgh/listener-abcdefgh of multiprocessing
+LONGEST_INSIDE = 48  # such as wandb_symon-15869-15904-1796070055804.sock
 
 
 def make_temp_folder(prefix: str, environ: MutableMapping[str, str]) -> Path:
@@ -41,7 +41,7 @@ def make_temp_folder(prefix: str, environ: MutableMapping[str, str]) -> Path:
 def own_temp_folder(prefix: str) -> Iterator[Path]:
     """A temp folder of this process inside, for what Python makes; it is removed after.
 
-    Programs that are started meanwhile are not told of it.
+    Programs that are started meanwhile are not told of it: those of the run have their own.
     """
     before, folder = tempfile.tempdir, make_temp_folder(prefix, {})
     tempfile.tempdir = str(folder)

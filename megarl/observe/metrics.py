@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -107,6 +109,20 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@contextlib.contextmanager
+def _told_of_temp_folder() -> Iterator[None]:
+    """Programs that are started inside, as wandb's service is, use Python's temp folder."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = tempfile.gettempdir()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
 class WandbRun:
     """One Weights & Biases run; `offline` writes below the run folder and needs no network."""
 
@@ -127,14 +143,15 @@ class WandbRun:
                 raise
             log.info("wandb is not installed, metrics go to metrics.jsonl only")
             return None
-        run = wandb.init(
-            mode=mode,
-            project="megarl",
-            name=run_dir.name,
-            dir=str(run_dir),
-            config=dict(settings),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        with _told_of_temp_folder():
+            run = wandb.init(
+                mode=mode,
+                project="megarl",
+                name=run_dir.name,
+                dir=str(run_dir),
+                config=dict(settings),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
         return cls(run)
 
     def log(self, values: Mapping[str, Value]) -> None:

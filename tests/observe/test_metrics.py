@@ -1,10 +1,12 @@
 """Metrics of a run: whole objects, in order, and forgotten where a resumed run does steps again."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from megarl.launch.tempdir import own_temp_folder
 from megarl.observe.metrics import MetricsLog, StepMetrics, WandbRun, read_rows
 
 
@@ -68,13 +70,19 @@ def test_wandb_that_is_off_starts_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wandb_offline_writes_into_the_run_folder_without_network(tmp_path: Path) -> None:
+def test_wandb_offline_writes_into_the_run_and_temp_folders_without_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
-    run = WandbRun.start("offline", tmp_path, {"loop": {"versions": 1}})
-    assert run is not None
-    log = MetricsLog(tmp_path, run)
-    write_steps(log, 2)
-    run.close()
+    with own_temp_folder("test_") as temp:
+        monkeypatch.setenv("TMPDIR", "/nowhere")
+        run = WandbRun.start("offline", tmp_path, {"loop": {"versions": 1}})
+        assert os.environ["TMPDIR"] == "/nowhere"
+        assert list(temp.glob("wandb-*/socket"))  # its service's
+        assert run is not None
+        log = MetricsLog(tmp_path, run)
+        write_steps(log, 2)
+        run.close()
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
 
 
