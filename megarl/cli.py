@@ -41,6 +41,8 @@ megarl: reinforcement learning for language models; Megatron-Core learns, SGLang
                                                      start the engines and check one weight sync
   megarl check fp8 CONFIG [--group.setting VALUE ...] [--dry]
                                                      compare the learner in FP8 with it in bf16
+  megarl check parallel CONFIG [--group.setting VALUE ...] [--batch RUN_DIR]
+                                                     compare the learner's layout with one rank
   megarl config CONFIG [--group.setting VALUE ...]   print every setting, resolved and checked
   megarl reshard explain CONFIG [--group.setting VALUE ...] [--tensor NAME] [--json]
                                                      how weights travel from learner to servers
@@ -82,6 +84,15 @@ gradient of each layer (docs/fp8.md). The exit status is 1 where a bound is exce
   --dry                 start nothing; print Megatron's fields, what is compared, what is refused
   --batch FOLDER        group files of the golden batch; default those of the run's first version
   --emulate             on CPUs: round numbers as the recipe does. It measures, and never trains
+
+megarl check parallel CONFIG [--group.setting VALUE ...]   compare the layout with one rank
+
+Runs a few layers of actor.model (its weights, or random ones where it has only a config.json) on
+one minibatch, in the learner's layout and on one rank, on this machine, and compares the loss and
+each gradient. Where they disagree it switches the axes off one by one and says which is to blame;
+the exit status is 1 then. Of replicas it takes two at most. In fp32 on CPUs, in bf16 on GPUs.
+
+  --batch RUN_DIR       take samples of that run's rollouts instead of drawing some
 """
 
 
@@ -140,9 +151,11 @@ def _dispatch(given: list[str]) -> int:
             return _check_sync(path, rest)
         case ["check", "fp8", path, *rest] if not path.startswith("-"):
             return _check_fp8(path, rest)
+        case ["check", "parallel", path, *rest] if not path.startswith("-"):
+            return _check_parallel(path, rest)
         case ["check", *_]:
             raise ConfigError(
-                "megarl check takes sync or fp8 and a TOML file first: megarl check sync CONFIG"
+                "megarl check takes sync, fp8 or parallel and a TOML file: megarl check sync CONFIG"
             )
         case ["train" | "config" as command, *_]:
             raise ConfigError(
@@ -207,6 +220,16 @@ def _check_fp8(path: str, arguments: list[str]) -> int:
         _print(explain_fp8(config, batch))
         return 0
     status, text = run_check_fp8(config, batch, "--emulate" in flags)
+    _print(text)
+    return status
+
+
+def _check_parallel(path: str, arguments: list[str]) -> int:
+    from megarl.launch.check_parallel import run_check_parallel  # as for _train
+
+    flags, overrides = _flags(arguments, (), ("--batch",))
+    batch = Path(flags["--batch"]).absolute() if "--batch" in flags else None
+    status, text = run_check_parallel(load_layout(path, overrides), batch)
     _print(text)
     return status
 

@@ -18,7 +18,7 @@ ALIGNMENT = 4096  # bytes; a page
 
 
 def parameter_bytes(model: Any) -> int:
-    """What `move_parameters` needs for `model`, Megatron's DistributedDataParallel."""
+    """What `move_parameters` needs for `model`, a DistributedDataParallel or several as one."""
     return sum(_aligned(buffer.param_data.nbytes) for buffer in _buffers(model))
 
 
@@ -57,7 +57,7 @@ def _check(model: Any) -> None:
             start, end, _ = buffer.param_index_map[parameter]
             _same(buffer, "a parameter", parameter.data, start, end - start)
             found.add(id(parameter))
-    for name, parameter in model.module.named_parameters():
+    for name, parameter in model.named_parameters():
         if id(parameter) not in found:
             raise LearnerError(f"{name} is in none of Megatron's buffers, so it cannot be moved")
 

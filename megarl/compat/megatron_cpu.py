@@ -21,6 +21,7 @@ import torch
 from torch.utils import _device
 
 from megarl.compat import placeholders
+from megarl.compat.megatron_context import context_places
 
 # The torch factories that Megatron calls with device="cuda" or pin_memory=True.
 _FACTORIES = ("tensor", "empty", "empty_like", "zeros", "ones", "full", "arange")
@@ -131,9 +132,9 @@ def _redirect_megatron() -> None:
     def rotate_packed(
         t: Any, cu_seqlens: Any, freqs: Any, *, cp_group: Any, **settings: Any
     ) -> torch.Tensor:
-        assert cp_group.size() == 1, "packed RoPE on a CPU does not do context parallelism"
-        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
-        positions = torch.arange(len(t)) - starts
+        ranks = cp_group.size()
+        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff() // ranks)
+        positions = context_places(cu_seqlens, ranks, cp_group.rank()) - starts
         rotated: torch.Tensor = rotate(t.unsqueeze(1), freqs[positions], **settings)
         return rotated.squeeze(1)
 

@@ -85,9 +85,11 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def engine_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's own spec for Transformer Engine, of the layers of this pipeline stage."""
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+def engine_block_spec(
+    config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Megatron's own spec for Transformer Engine, of the layers of this stage, or its chunk."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
         if attention.module is MLASelfAttention:

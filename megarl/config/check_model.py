@@ -160,13 +160,12 @@ def _no_experts(config: Config) -> Iterator[Violation]:
 
 def _sequence_parallel(config: Config) -> Iterator[Violation]:
     """Megatron trains experts over several tensor ranks only with sequence parallelism."""
-    tp, fields = config.learner.parallel.tp, config.learner.transformer_config
-    name = "learner.transformer_config.sequence_parallel"
-    if tp > 1 and fields.get("sequence_parallel") is False:
+    parallel, name = config.learner.parallel, "learner.parallel.sequence_parallel"
+    if parallel.tp > 1 and not parallel.sequence_parallel:
         yield Violation(
-            f"{name} = false: with learner.parallel.tp = {tp} Megatron trains routed experts only "
-            "with it; remove it",
-            ("learner.transformer_config", "learner.parallel.tp"),
+            f"{name} = false: with learner.parallel.tp = {parallel.tp} Megatron trains routed "
+            "experts only with it; remove it",
+            (name, "learner.parallel.tp"),
         )
 
 

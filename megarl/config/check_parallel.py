@@ -25,7 +25,6 @@ from megarl.reshard.mesh import MAX_RANKS
 from megarl.reshard.sglang import sglang_layout
 
 PLANNED = "`megarl reshard explain` plans it"
-TRAINED = "the learner computes with tensor, pipeline, data and expert parallelism only"
 COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 SERVED = "SGLang's update call does not tell the ranks of pipeline stages apart"
 
@@ -179,13 +178,12 @@ def _servers(config: Config) -> Iterator[Violation]:
 
 def check_runnable(config: Config) -> Iterator[Violation]:
     """What can be laid out and planned, but not be trained or served yet."""
-    learner, rollout = config.learner.parallel, config.rollout
-    for name in ("vpp", "cp"):
-        size = getattr(learner, name)
-        if size > 1:
-            yield _not_yet(f"learner.parallel.{name}", size, TRAINED, 1)
-    if rollout.parallel.pp > 1:
-        yield _not_yet("rollout.parallel.pp", rollout.parallel.pp, SERVED, 1)
+    stages = config.rollout.parallel.pp
+    if stages > 1:
+        yield Violation(
+            f"rollout.parallel.pp = {stages}: {SERVED} as yet; use 1 ({PLANNED})",
+            ("rollout.parallel.pp",),
+        )
     if config.placement.mode == "colocated":
         yield from _colocated(config)
 
@@ -205,7 +203,3 @@ def _colocated(config: Config) -> Iterator[Violation]:
                 "rollout.parallel.tp",
             ),
         )
-
-
-def _not_yet(name: str, found: object, reason: str, use: object) -> Violation:
-    return Violation(f"{name} = {found}: {reason} as yet; use {use} ({PLANNED})", (name,))

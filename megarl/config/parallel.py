@@ -42,22 +42,31 @@ class RolloutPrecisionConfig(Group):
 
 
 class LearnerParallelConfig(Group):
-    """Layout of the learner; the data-parallel size follows from `placement.learner_gpus`. A run
-    takes all but `vpp` and `cp` as yet; `megarl reshard explain` plans all. Routed experts are
-    trained with sequence parallelism wherever `tp` is above 1."""
+    """Layout of the learner; the data-parallel size follows from `placement.learner_gpus`."""
 
     tp: Positive = 1
     """Tensor-parallel ranks."""
     pp: Positive = 1
     """Pipeline stages."""
     vpp: Positive = 1
-    """Model chunks of each pipeline stage (virtual pipeline)."""
+    """Model chunks of each pipeline stage (virtual pipeline, the interleaved 1F1B schedule). A
+    minibatch then runs as many microbatches as a multiple of `pp`, some of them empty if need
+    be."""
     cp: Positive = 1
-    """Context-parallel ranks."""
+    """Context-parallel ranks: each computes two chunks of every sequence, which is padded to a
+    multiple of 2 x cp tokens, beyond `learner.max_tokens_per_microbatch` if need be."""
+    sequence_parallel: bool = True
+    """Where `tp` is above 1, cut what lies between the tensor-parallel linears by tokens over the
+    same ranks: less memory, the same communication. Routed experts are trained with it only."""
     ep: Positive = 1
     """Expert-parallel ranks; with `etp` they divide the ranks of a stage, tp x cp x dp."""
     etp: Positive = 1
     """Tensor-parallel ranks of each routed expert."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks while the last microbatch's are computed."""
+    overlap_param_gather: bool = False
+    """Gather what a step has changed during the next one's forward pass. It is complete before
+    weights are scored with, published or saved."""
     first_stage_layers: NonNegative = 0
     """Decoder layers of the first pipeline stage. 0 means as many as the others."""
     last_stage_layers: NonNegative = 0

@@ -29,6 +29,10 @@ SET_BY = {
     "pipeline_model_parallel_size": "learner.parallel.pp",
     "virtual_pipeline_model_parallel_size": "learner.parallel.vpp",
     "context_parallel_size": "learner.parallel.cp",
+    "sequence_parallel": "learner.parallel.sequence_parallel",
+    "overlap_p2p_comm": "learner.parallel.vpp",
+    "batch_p2p_comm": "learner.parallel.vpp",
+    "microbatch_group_size_per_vp_stage": "learner.parallel.pp",
     "expert_model_parallel_size": "learner.parallel.ep",
     "expert_tensor_parallel_size": "learner.parallel.etp",
     "num_layers_in_first_pipeline_stage": "learner.parallel.first_stage_layers",
@@ -50,9 +54,20 @@ SET_BY = {
 
 _OTHER_LOSS = "the loss is the policy's alone, without auxiliary losses of the router"
 _OTHER_POLICY = "log-probs would not be the policy's"
+_OTHER_MODEL = f"the model's config.json says how it computes, and with this {_OTHER_POLICY}"
 REFUSED = {
-    "calculate_per_token_loss": "gradients are summed over ranks, never averaged",
+    **dict.fromkeys(
+        "softmax_scale softmax_type qk_l2_norm qk_clip no_rope_freq rotary_interleaved "
+        "window_attn_skip_freq apply_residual_connection_post_layernorm glu_linear_offset "
+        "activation_func_clamp_value attention_output_gate layernorm_zero_centered_gamma use_mup "
+        "moe_apply_probs_on_input moe_router_topk_limited_devices test_mode".split(),
+        _OTHER_MODEL,
+    ),
+    "calculate_per_token_loss": "gradients are sums over the tokens of all ranks, never averaged",
     "perform_initialization": "every element comes from the checkpoint",
+    "hybrid_context_parallel": "samples are placed on ranks before the learner has them",
+    "max_seqlen_per_dp_cp_rank": "samples are placed on ranks before the learner has them",
+    "overlap_moe_expert_parallel_comm": "the learner's forward step makes no schedule plan for it",
     "moe_aux_loss_coeff": _OTHER_LOSS,
     "moe_z_loss_coeff": _OTHER_LOSS,
     "moe_router_load_balancing_type": _OTHER_LOSS,

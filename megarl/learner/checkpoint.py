@@ -1,4 +1,4 @@
-"""The learner's part of a checkpoint: weights, optimizer and random state, in any TP, PP and DP.
+"""The learner's part of a checkpoint: weights, optimizer and random state, in any layout.
 
 Owns what is in the folder and that it is whole or absent. Reading and writing are Megatron's
 distributed checkpointing. Knows nothing of prompts, of which checkpoints stay, or of the reference,
@@ -27,6 +27,7 @@ from megarl.actor.shape import ModelShape
 from megarl.compat.megatron_checkpoint import content, keep_settings, write_in_process
 from megarl.compat.megatron_cpu import init_optimizer_state, load_optimizer_state
 from megarl.errors import CheckpointError
+from megarl.learner.chunks import Chunks
 from megarl.learner.distributed import Ranks
 from megarl.learner.filesums import check_files, digests, write_digests
 from megarl.learner.optimizer import Optimizer
@@ -37,9 +38,9 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Training:
-    """What a checkpoint is of, on this rank. `model` is Megatron's DistributedDataParallel."""
+    """What a checkpoint is of, on this rank."""
 
-    model: Any
+    model: Chunks
     optimizer: Optimizer
     ranks: Ranks
     shape: ModelShape
@@ -72,7 +73,7 @@ def save(training: Training, path: Path, version: int) -> None:
 
 
 def load(training: Training, path: Path) -> int:
-    """Continue from what `save` wrote to `path`, at any TP, PP and DP; returns its policy version.
+    """Continue from what `save` wrote to `path`, in any layout; returns its policy version.
 
     Collective over all ranks. Settings of the optimizer stay those of this run; its moments and
     steps are restored. Random states are restored where the mesh is the same, else they stay as
@@ -96,7 +97,7 @@ def load(training: Training, path: Path) -> int:
     strict = StrictHandling.RAISE_ALL if same_mesh else StrictHandling.RAISE_UNEXPECTED
     with _told_as_checkpoint_error(path, advice):
         loaded = dist_checkpointing.load(state, str(path), strict=strict)
-    training.model.module.load_state_dict(loaded["model"], strict=True)
+    training.model.load_state_dict(loaded["model"])
     keep_settings(training.optimizer.megatron, loaded["optimizer"])
     load_optimizer_state(training.optimizer.megatron, loaded["optimizer"])
     training.optimizer.load_state_dict(common["schedule"])
@@ -107,7 +108,7 @@ def load(training: Training, path: Path) -> int:
 
 def _sharded_state(training: Training, is_loading: bool) -> dict[str, Any]:
     """Megatron's description of which part of each global tensor this rank holds."""
-    model = training.model.module.sharded_state_dict(metadata=content())
+    model = training.model.sharded_state_dict(content())
     optimizer = training.optimizer.megatron.sharded_state_dict(
         model, is_loading=is_loading, metadata=content()
     )
@@ -131,10 +132,10 @@ def _check(shape: ModelShape, path: Path, common: dict[str, Any]) -> None:
 
 
 def _rng(ranks: Ranks, states: dict[str, Any] | None) -> ShardedObject:
-    """Random states as one object per (pp, tp) rank; data-parallel ranks have equal ones."""
+    """Random states as one object per (pp, tp) rank; replicas have equal ones."""
     mesh = ranks.mesh
     return ShardedObject(
-        "rng", states, (mesh.pp, mesh.tp), (ranks.pp_rank, ranks.tp_rank), replica_id=ranks.dp_rank
+        "rng", states, (mesh.pp, mesh.tp), (ranks.pp_rank, ranks.tp_rank), replica_id=ranks.replica
     )
 
 

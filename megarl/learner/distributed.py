@@ -1,8 +1,8 @@
 """The ranks of the learner: torch.distributed, Megatron's parallel state, devices and seeds.
 
-Owns how a process becomes rank (t, d, p) of TP x DP x PP, on which the experts have axes of their
-own (EP, ETP). Knows nothing of models, losses or
-batches. Megatron is imported inside functions only, after its CPU substitution is in place.
+Owns how a process becomes rank (t, c, d, p) of TP x CP x DP x PP, on which the experts have axes of
+their own (EP, ETP). Knows nothing of models, losses or batches.
+Megatron is imported inside functions only, after its CPU substitution is in place.
 """
 
 from __future__ import annotations
@@ -30,24 +30,34 @@ class Ranks:
     device: torch.device
     rank: int
     tp_rank: int
+    cp_rank: int
     dp_rank: int
     pp_rank: int
     tp_group: ProcessGroup
+    cp_group: ProcessGroup
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank embeds tokens."""
+        """Whether this rank embeds tokens, in its first model chunk."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes logits, log-probs and the loss."""
+        """Whether this rank computes logits, log-probs and the loss, in its last model chunk."""
         return self.pp_rank == self.mesh.pp - 1
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's per-sample numbers count: one tensor rank of the last stage."""
-        return self.is_last_stage and self.tp_rank == 0
+        """Whether this rank's numbers count: one tensor and context rank of the last stage.
+
+        They are those of all tokens of its data-parallel rank.
+        """
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def replica(self) -> int:
+        """Which of the ranks this is that hold the same dense weights."""
+        return self.dp_rank * self.mesh.cp + self.cp_rank
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -93,7 +103,8 @@ def start(
     if world_size != mesh.size:
         raise LaunchError(
             f"the learner has {world_size} processes, but tp={mesh.tp} x pp={mesh.pp} x "
-            f"dp={mesh.dp} needs {mesh.size}; set placement.learner_gpus to a multiple of tp x pp"
+            f"cp={mesh.cp} x dp={mesh.dp} needs {mesh.size}; set placement.learner_gpus to a "
+            "multiple of tp x pp x cp"
         )
     from megatron.core import parallel_state, tensor_parallel
 
@@ -102,6 +113,8 @@ def start(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tp,
         pipeline_model_parallel_size=mesh.pp,
+        virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
+        context_parallel_size=mesh.cp,
         expert_model_parallel_size=mesh.ep,
         expert_tensor_parallel_size=mesh.etp,
         distributed_timeout_minutes=max(1, int(timeout_s // 60)),
@@ -113,9 +126,11 @@ def start(
         device=chosen,
         rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
     )
 
 

@@ -101,11 +101,9 @@ def _golden(learner: Learner, request: Request, run_dir: Path) -> Golden:
 def _pass(learner: Learner, golden: Golden) -> Pass:
     """Log-probs, and the gradient of the mean negative log-prob of loss tokens."""
     logprobs = learner.logprobs(golden.sequences)
-    mesh, passes = learner.ranks.mesh, learner._passes
-    check_plan(golden.plan, mesh.dp)
-    microbatches, length = pack_minibatch(
-        golden.plan, learner.ranks.dp_rank, learner.multiple, mesh.pp > 1
-    )
+    passes = learner._passes
+    check_plan(golden.plan, learner.ranks.mesh.dp)
+    microbatches, length = pack_minibatch(golden.plan, learner.ranks.dp_rank, learner.multiples)
     device = learner.ranks.device
     own = passes.forward_logprobs(learner.policy, microbatches, length)
     kept = [logp_T.to(device) for logp_T, _ in own]  # a ratio of 1: its gradient is the log-prob's
@@ -122,14 +120,14 @@ def _pass(learner: Learner, golden: Golden) -> Pass:
         golden.plan.num_loss_tokens,
         all_reduce=True,
     )
-    named = learner.policy.model.module.named_parameters()
+    named = learner.policy.model.named_parameters()
     return Pass(logprobs, {name: each.main_grad.detach().cpu().clone() for name, each in named})
 
 
 @contextlib.contextmanager
 def _without_fp8(learner: Learner) -> Iterator[None]:
     """Megatron opens FP8 by the field of its configuration, at each forward pass."""
-    config = learner.policy.model.module.config
+    config = learner.policy.model.config
     before, config.fp8 = config.fp8, None
     try:
         yield
@@ -148,7 +146,7 @@ def _emulated(learner: Learner, precision: PrecisionConfig) -> AbstractContextMa
         raise ConfigError("delayed scales are of steps before, so one batch cannot emulate them")
     rounding = Rounding(precision.fp8_recipe, hybrid=precision.fp8 == "hybrid")
     layers = (precision.fp8_first_layers_bf16, precision.fp8_last_layers_bf16)
-    return emulated(learner.policy.model.module, rounding, layers)
+    return emulated(learner.policy.model, rounding, layers)
 
 
 def _compare(
@@ -188,7 +186,7 @@ def _gradients(learner: Learner, bf16: Pass, fp8: Pass) -> dict[str, Likeness]:
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    module: Any = learner.policy.model.module
+    module: Any = learner.policy.model
     layers = {
         f"{name}.": f"layer {layer.layer_number - 1}"
         for name, layer in module.named_modules()

@@ -25,6 +25,7 @@ from megarl.learner import accelerators, distributed, fp8, shared_weights
 from megarl.learner.control_group import PeerLostError
 from megarl.learner.loss import LossWeights
 from megarl.learner.packing import (
+    Multiples,
     PackedMicrobatch,
     check_plan,
     pack_minibatch,
@@ -51,7 +52,7 @@ def _ignore(phase: str) -> None:
 class Learner:
     """One rank of the learner, built from the settings; every method is collective over all ranks.
 
-    `mark(phase)` is told where a verb stands. `policy.model` is Megatron's DistributedDataParallel,
+    `mark(phase)` is told where a verb stands. `policy.model` is Megatron's model on this rank,
     `weights` its live parameters, and the buffers that are weights, by the names of `layout`.
     """
 
@@ -129,6 +130,8 @@ class Learner:
         return {
             "tp": mesh.tp,
             "pp": mesh.pp,
+            "vpp": mesh.vpp,
+            "cp": mesh.cp,
             "dp": mesh.dp,
             "ep": mesh.ep,
             "etp": mesh.etp,
@@ -144,7 +147,7 @@ class Learner:
         sample counted once. Raises ShapeError or DataError where a schedule or a group file does
         not fit.
         """
-        self.state.require("score")
+        self._require("score")
         self._old.clear()
         self._reference_logprobs.clear()
         mismatch = Mismatch(self.ranks.device)
@@ -211,14 +214,14 @@ class Learner:
         Returned on every rank. Raises ShapeError where a sequence is longer than
         `learner.max_tokens_per_microbatch` or has no prompt.
         """
-        self.state.require("logprobs")
+        self._require("logprobs")
         mesh = self.ranks.mesh
         microbatches, length = pack_sequences(
             sequences,
             self.config.learner.max_tokens_per_microbatch,
             mesh.dp,
             self.ranks.dp_rank,
-            self.multiple,
+            self.multiples,
         )
         self._mark("forward")
         starts = [0]
@@ -250,7 +253,7 @@ class Learner:
 
     def publish(self, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport:
         """Send the weights as policy `version` to `servers`; the report counts on rank 0 only."""
-        self.state.require("publish")
+        self._require("publish")
         if self._weight_sync is None:
             from megarl.learner.publishing import build_weight_sync
 
@@ -271,7 +274,7 @@ class Learner:
         """Write weights, optimizer and random state into folder `path`. See `checkpoint.save`."""
         from megarl.learner import checkpoint
 
-        self.state.require("save")
+        self._require("save")
         self._mark("save")
         checkpoint.save(self._training(), Path(path), version)
 
@@ -279,7 +282,7 @@ class Learner:
         """Continue from folder `path`; returns its policy version. See `checkpoint.load`."""
         from megarl.learner import checkpoint
 
-        self.state.require("load")
+        self._require("load")
         self._mark("load")
         self._old.clear()
         self._reference_logprobs.clear()
@@ -294,6 +297,7 @@ class Learner:
     def offload(self, parts: Sequence[str]) -> None:
         """Take `parts` of the state off the device. See `offload.LearnerState`."""
         self._mark("offload")
+        self.policy.model.gather_weights()
         self.state.offload(parts)
 
     def onload(self, parts: Sequence[str]) -> None:
@@ -313,9 +317,15 @@ class Learner:
             self.shared_memory.close()
 
     @property
-    def multiple(self) -> int:
-        """What the tokens of a microbatch are a multiple of, for ranks to share them."""
-        return token_multiple(self.config.learner.precision, self.ranks.mesh.tp)
+    def multiples(self) -> Multiples:
+        """What microbatches and their sequences are padded to, for ranks to share them."""
+        mesh, precision = self.ranks.mesh, self.config.learner.precision
+        return Multiples.of(mesh, token_multiple(precision, mesh.tp, mesh.cp))
+
+    def _require(self, verb: str) -> None:
+        """See that what `verb` needs is here, and that the weights are whole."""
+        self.state.require(verb)
+        self.policy.model.gather_weights()
 
     @property
     def _loss_weights(self) -> LossWeights:
@@ -360,11 +370,8 @@ class Learner:
     def _pack(self, plan: MinibatchPlan) -> tuple[list[PackedMicrobatch], int]:
         """This rank's microbatches of `plan`; fails on every rank where it fails on one."""
         self._mark("reading")
-        mesh = self.ranks.mesh
-        check_plan(plan, mesh.dp)
-        return self._together(
-            lambda: pack_minibatch(plan, self.ranks.dp_rank, self.multiple, mesh.pp > 1)
-        )
+        check_plan(plan, self.ranks.mesh.dp)
+        return self._together(lambda: pack_minibatch(plan, self.ranks.dp_rank, self.multiples))
 
     def _together(self, work: Callable[[], Result]) -> Result:
         """`work()`, or an error on every rank where it fails on one: none waits in a collective."""

@@ -1,4 +1,4 @@
-"""The policy in Megatron-Core: a GPTModel of the right shape on each rank, and its first weights.
+"""The policy in Megatron-Core: GPTModels of the right shape on each rank, and their first weights.
 
 Owns how the model is built and proved to be as its layout says, and the reading of a Hugging Face
 checkpoint into the ranks. Its configuration is `transformer.py`'s. Knows nothing of losses, batches
@@ -25,6 +25,7 @@ from megarl.compat import megatron_cpu
 from megarl.config.fp8 import buffer_fields
 from megarl.config.schema import LearnerConfig
 from megarl.errors import ConfigError, LayoutError
+from megarl.learner.chunks import Chunks
 from megarl.learner.distributed import Ranks
 from megarl.learner.transformer import has_transformer_engine, transformer_config
 from megarl.reshard import execute
@@ -35,31 +36,32 @@ from megarl.reshard.megatron import padded_vocab_size
 from megarl.reshard.plan import Move, make_plan
 
 
-def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks, layout: Layout) -> Any:
-    """This rank's GPTModel inside Megatron's DistributedDataParallel, all weights zero.
+def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks, layout: Layout) -> Chunks:
+    """This rank's GPTModels, each inside Megatron's DistributedDataParallel, all weights zero.
 
-    `layout` is the learner's. Parameters live in one buffer for the distributed optimizer, those of
-    experts in another. Gradients are summed over data-parallel ranks, in fp32. Raises ConfigError
-    and LayoutError as `transformer_config` does, and LayoutError where the model is not as laid
-    out.
+    `layout` is the learner's. Parameters of a model chunk live in one buffer for the distributed
+    optimizer, those of experts in another. Gradients are summed over data- and context-parallel
+    ranks, in fp32. Raises ConfigError and LayoutError as `transformer_config` does, and LayoutError
+    where the model is not as laid out.
     """
     config = transformer_config(shape, learner, ranks.device.type == "cpu")
-    rope = shape.rope_scaling
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=_layer_spec(config, ranks),
-        vocab_size=padded_vocab_size(shape.vocab_size, ranks.mesh.tp),
-        max_sequence_length=shape.max_positions,
-        pre_process=ranks.is_first_stage,
-        post_process=ranks.is_last_stage,
-        share_embeddings_and_output_weights=shape.tie_embeddings,
-        position_embedding_type="rope",
-        rotary_percent=shape.rotary_fraction,
-        rotary_base=shape.rope_theta,
-        rope_scaling=isinstance(rope, Llama3Rope),
-        **({"rope_scaling_factor": rope.factor} if isinstance(rope, Llama3Rope) else {}),
-    ).to(ranks.device)
-    held = _named(model, shape, layout, ranks.rank)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=learner.parallel.overlap_grad_reduce,
+        overlap_param_gather=learner.parallel.overlap_param_gather,
+        **buffer_fields(learner.precision),
+    )
+    chunks = Chunks(
+        [
+            DistributedDataParallel(config, ddp, _chunk(shape, config, ranks, number))
+            for number in range(ranks.mesh.vpp)
+        ]
+    )
+    if ddp.overlap_grad_reduce:  # gradients are reduced with the last microbatch only
+        pauses = [part.no_sync for part in chunks.parts]
+        config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
+    held = named_weights(chunks, shape, layout, ranks.rank)
     with torch.no_grad():
         for tensor in held.values():
             tensor.zero_()
@@ -71,48 +73,64 @@ def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks, layout:
             f"Megatron's model and its layout differ on rank {ranks.rank}, first in "
             f"{differing[0]}; this Megatron-Core is another version than the layout is for"
         )
+    return chunks
+
+
+def _chunk(shape: ModelShape, config: Any, ranks: Ranks, number: int) -> GPTModel:
+    """The GPTModel of one model chunk of this rank."""
+    rope = shape.rope_scaling
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_layer_spec(config, ranks, number),
+        vocab_size=padded_vocab_size(shape.vocab_size, ranks.mesh.tp),
+        max_sequence_length=shape.max_positions,
+        pre_process=ranks.is_first_stage and number == 0,
+        post_process=ranks.is_last_stage and number == ranks.mesh.vpp - 1,
+        share_embeddings_and_output_weights=shape.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=shape.rotary_fraction,
+        rotary_base=shape.rope_theta,
+        rope_scaling=isinstance(rope, Llama3Rope),
+        vp_stage=_virtual(ranks, number),
+        **({"rope_scaling_factor": rope.factor} if isinstance(rope, Llama3Rope) else {}),
+    ).to(ranks.device)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             # Theirs is an optimizer of its own in every layout, so that checkpoints fit each other:
             # Megatron has one only where their ranks are not those of dense tensors.
             parameter.allreduce = False
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,  # weights would be stale after a step until they are gathered
-        **buffer_fields(learner.precision),
-    )
-    return DistributedDataParallel(config, ddp, model)
+    return model
 
 
-def _layer_spec(config: Any, ranks: Ranks) -> Any:
+def _layer_spec(config: Any, ranks: Ranks, number: int) -> Any:
     """Transformer Engine's layers where they can run, else the local block with the same names."""
     from megarl.compat.megatron_layers import block_spec, engine_block_spec
 
+    virtual = _virtual(ranks, number)
     if has_transformer_engine():
-        return engine_block_spec(config)
+        return engine_block_spec(config, virtual)
     if not megatron_cpu.is_installed():
         raise ConfigError(
             "the learner runs on CUDA without Transformer Engine; install megarl[gpu], which has it"
         )
-    num_layers = get_num_layers_to_build(config, pp_rank=ranks.pp_rank)
-    first_layer = get_transformer_layer_offset(config, pp_rank=ranks.pp_rank)
+    num_layers = get_num_layers_to_build(config, vp_stage=virtual, pp_rank=ranks.pp_rank)
+    first_layer = get_transformer_layer_offset(config, vp_stage=virtual, pp_rank=ranks.pp_rank)
     return block_spec(config, num_layers, first_layer)
 
 
-def named_weights(model: Any, shape: ModelShape, layout: Layout, rank: int) -> dict[str, Tensor]:
+def _virtual(ranks: Ranks, number: int) -> int | None:
+    """How Megatron numbers a model chunk: not at all where it is the only one."""
+    return number if ranks.mesh.vpp > 1 else None
+
+
+def named_weights(model: Chunks, shape: ModelShape, layout: Layout, rank: int) -> dict[str, Tensor]:
     """This rank's parameters and, of its buffers, those that are weights: the router's bias.
 
     Under the names of its layout; the live storage, not copies. A bias is float32 always.
     """
-    return _named(model.module, shape, layout, rank)
-
-
-def _named(module: Any, shape: ModelShape, layout: Layout, rank: int) -> dict[str, Tensor]:
     buffers = learner_buffers(shape, layout, rank)
-    named = {name: parameter.data for name, parameter in module.named_parameters()}
-    return named | {name: t for name, t in module.named_buffers() if name in buffers}
+    named = {name: parameter.data for name, parameter in model.named_parameters()}
+    return named | {name: t for name, t in model.named_buffers() if name in buffers}
 
 
 class _Stored:

@@ -31,7 +31,7 @@ from megarl.linux import memory_bytes
 class LearnerState:
     """Weights, gradients and optimizer state of this rank. All parts are on the device at first.
 
-    `model` is Megatron's DistributedDataParallel, `optimizer` its ChainedOptimizer. `generation`
+    `model` is the `Chunks` of this rank, `optimizer` its ChainedOptimizer. `generation`
     counts how often the weights came back: what was exported of their memory before is stale.
     """
 
@@ -127,7 +127,7 @@ class LearnerState:
         buffers = [*self._model.buffers, *self._model.expert_parallel_buffers]
         if part == "gradients":
             return distinct_storages(buffer.grad_data for buffer in buffers)
-        weights = list(self._model.module.parameters())
+        weights = list(self._model.parameters())
         if part == "weights":
             return distinct_storages(weights)
         known = {identity(weight.untyped_storage()) for weight in weights}

@@ -38,7 +38,7 @@ class Optimizer:
         decay_steps: int,
         fp8: Mapping[str, Any] | None = None,
     ) -> None:
-        """`model` is Megatron's DistributedDataParallel and holds its starting weights already.
+        """`model` is the `Chunks` of this rank and holds its starting weights already.
 
         `decay_steps` is the optimizer step at which a schedule that falls has come down.
         `fp8` are Megatron's fields for weights in FP8 (`config.fp8.optimizer_fields`).
@@ -55,10 +55,11 @@ class Optimizer:
                 bf16=dtype is torch.bfloat16,
                 params_dtype=dtype,
                 use_distributed_optimizer=True,
+                overlap_param_gather=model.parts[0].ddp_config.overlap_param_gather,
                 clip_grad=settings.clip_grad or math.inf,
                 **(fp8 or {}),
             ),
-            [model],
+            model.parts,
         )
         self._scheduler = OptimizerParamScheduler(
             self.megatron,

@@ -4,13 +4,16 @@ Owns the packed form and the way back to samples. Reads group files; knows nothi
 losses.
 
 Everything per token stands at the *predicting* position: entry t speaks of token t + 1 of its
-sequence. T packed tokens, the padding among them; K sequences, with those that are padding.
+sequence. T packed tokens, the padding among them; K sequences, with those that are padding. What a
+sequence is padded with belongs to it: it comes after its last token, so that no token of the sample
+attends to it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,17 +22,48 @@ import torch
 from torch import Tensor
 
 from megarl.buffer.groupfile import GroupTokens, SampleTokens, read_group
+from megarl.compat.megatron_context import context_places
 from megarl.errors import ShapeError
+from megarl.reshard.mesh import LearnerMesh
 from megarl.types import MinibatchPlan, SampleRef
 
 PADDING_TOKENS = 1024  # of one padding sequence at most: attention's cost is quadratic
 
 
 @dataclass(frozen=True, slots=True)
+class Multiples:
+    """What the parts of a minibatch are padded to, so that ranks can share them.
+
+    `sequence` and `microbatch` are tokens, whose multiple they are, `microbatch` itself a multiple
+    of `sequence`; `count` is microbatches of one data-parallel rank. With `one_length` all
+    microbatches of the minibatch have as many tokens, on every rank.
+    """
+
+    sequence: int = 1
+    microbatch: int = 1
+    count: int = 1
+    one_length: bool = False
+
+    @classmethod
+    def of(cls, mesh: LearnerMesh, tokens: int) -> Multiples:
+        """For the ranks of `mesh`, where a microbatch is a multiple of `tokens` at least.
+
+        Context ranks take two chunks of each sequence. Stages of a pipeline send fixed shapes, and
+        Megatron's interleaved schedule takes as many microbatches as a multiple of the stages.
+
+        >>> Multiples.of(LearnerMesh(tp=2, cp=2, pp=2, vpp=2), tokens=4)
+        Multiples(sequence=4, microbatch=4, count=2, one_length=True)
+        """
+        sequence = 2 * mesh.cp if mesh.cp > 1 else 1
+        count = mesh.pp if mesh.vpp > 1 else 1
+        return cls(sequence, math.lcm(sequence, tokens), count, mesh.pp > 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """One sequence of a microbatch: its tokens are packed at [start, start + length).
 
-    Its response begins at token `prompt_length` of it.
+    Padding of its own may follow. Its response begins at token `prompt_length` of it.
     """
 
     key: str
@@ -64,11 +98,23 @@ class PackedMicrobatch:
 
     def to(self, device: torch.device) -> PackedMicrobatch:
         """This microbatch with its tensors on `device`."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = value.to(device, non_blocking=True)
-        return PackedMicrobatch(**values)
+        moved = (tensor.to(device, non_blocking=True) for tensor in self._tensors().values())
+        return replace(self, **dict(zip(self._tensors(), moved, strict=True)))
+
+    def part(self, ranks: int, rank: int) -> PackedMicrobatch:
+        """The tokens that context rank `rank` of `ranks` computes; `cu_seqlens` are still of all.
+
+        `segments` and `longest` too speak of the whole microbatch.
+        """
+        if ranks == 1:
+            return self
+        places = context_places(self.cu_seqlens, ranks, rank)
+        per_token = {n: t[places] for n, t in self._tensors().items() if n.endswith("_T")}
+        return replace(self, **per_token)
+
+    def _tensors(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def aligned_length(num_tokens: int, multiple: int) -> int:
@@ -80,12 +126,15 @@ def aligned_length(num_tokens: int, multiple: int) -> int:
     return max(1, -(-num_tokens // multiple)) * multiple
 
 
-def pack(rows: Sequence[tuple[SampleTokens, float]], length: int) -> PackedMicrobatch:
+def pack(
+    rows: Sequence[tuple[SampleTokens, float]], length: int, multiple: int = 1
+) -> PackedMicrobatch:
     """Pack (tokens, advantage) rows into `length` tokens, on the CPU.
 
+    Each sequence, padding too, takes a multiple of `multiple` tokens, and so must `length` be.
     Raises ShapeError where they do not fit, or where a loss token has no token before it.
     """
-    total = sum(len(sample.tokens) for sample, _ in rows)
+    total = sum(aligned_length(len(sample.tokens), multiple) for sample, _ in rows)
     if total > length:
         raise ShapeError(
             f"a microbatch of {total} tokens does not fit {length}; the schedule and "
@@ -97,6 +146,7 @@ def pack(rows: Sequence[tuple[SampleTokens, float]], length: int) -> PackedMicro
     behavior = np.zeros(length, np.float32)
     advantages = np.zeros(length, np.float32)
     segments: list[Segment] = []
+    ends: list[int] = []
     start = 0
     for sample, advantage in rows:
         end = start + len(sample.tokens)
@@ -111,9 +161,10 @@ def pack(rows: Sequence[tuple[SampleTokens, float]], length: int) -> PackedMicro
         behavior[start : end - 1] = sample.behavior_logprobs[1:]
         advantages[start:end] = advantage
         segments.append(Segment(sample.sample_id, start, end - start, sample.prompt_length))
-        start = end
-    ends = [segment.start + segment.length for segment in segments]
-    padding = [*range(start + PADDING_TOKENS, length, PADDING_TOKENS), length]
+        start += aligned_length(end - start, multiple)
+        ends.append(start)
+    step = aligned_length(PADDING_TOKENS, multiple)
+    padding = [*range(start + step, length, step), length]
     cu_seqlens = np.array([0, *ends, *(padding if start < length else ())], np.int32)
     positions = np.arange(length) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
     return PackedMicrobatch(
@@ -133,14 +184,20 @@ def check_plan(plan: MinibatchPlan, data_parallel: int) -> None:
     """Prove that the schedule fits this learner, the same way on every rank.
 
     Raises ShapeError where data-parallel ranks differ in their number of microbatches (collectives
-    would hang), where the number of ranks differs, or where loss tokens do not add up to the
-    denominator.
+    would hang), where the number of ranks differs, where a microbatch has more tokens than the plan
+    says, or where loss tokens do not add up to the denominator.
     """
     counts = [len(microbatches) for microbatches in plan.schedule]
     if len(counts) != data_parallel or len(set(counts)) != 1 or counts[0] == 0:
         raise ShapeError(
             f"the schedule has microbatches {counts}; the learner has {data_parallel} "
             "data-parallel ranks, and each needs the same number, at least one"
+        )
+    most = max(sum(r.num_tokens for r in refs) for rank in plan.schedule for refs in rank)
+    if most > plan.microbatch_tokens:
+        raise ShapeError(
+            f"a microbatch of {most} tokens, where the plan says {plan.microbatch_tokens} at most; "
+            "the schedule and learner.max_tokens_per_microbatch disagree"
         )
     refs = [ref for rank in plan.schedule for microbatch in rank for ref in microbatch]
     num_loss_tokens = sum(ref.num_loss_tokens for ref in refs)
@@ -152,21 +209,27 @@ def check_plan(plan: MinibatchPlan, data_parallel: int) -> None:
 
 
 def pack_minibatch(
-    plan: MinibatchPlan, dp_rank: int, multiple: int, is_pipelined: bool = False
+    plan: MinibatchPlan, dp_rank: int, multiples: Multiples
 ) -> tuple[list[PackedMicrobatch], int]:
     """This data-parallel rank's microbatches, from group files, and the longest length of all.
 
-    Lengths are multiples of `multiple`; in a pipeline all are the longest, on every rank. Raises
-    DataError where a group file is missing or broken, ShapeError where it and the schedule
-    disagree.
+    Empty microbatches make up `multiples.count`. Raises DataError where a group file is missing or
+    broken, ShapeError where it and the schedule disagree.
     """
-    longest = aligned_length(plan.microbatch_tokens, multiple)
+
+    def length_of(refs: Sequence[SampleRef]) -> int:
+        tokens = sum(aligned_length(ref.num_tokens, multiples.sequence) for ref in refs)
+        return aligned_length(tokens, multiples.microbatch)
+
+    longest = max(length_of(refs) for microbatches in plan.schedule for refs in microbatches)
+    mine = [*plan.schedule[dp_rank]]
+    mine += [()] * (-len(mine) % multiples.count)
     groups: dict[str, GroupTokens] = {}
     packed = []
-    for refs in plan.schedule[dp_rank]:
+    for refs in mine:
         rows = [(_read(ref, groups), ref.advantage) for ref in refs]
-        length = aligned_length(sum(ref.num_tokens for ref in refs), multiple)
-        packed.append(pack(rows, longest if is_pipelined else length))
+        length = longest if multiples.one_length else length_of(refs)
+        packed.append(pack(rows, length, multiples.sequence))
     return packed, longest
 
 
@@ -182,16 +245,17 @@ def pack_sequences(
     max_tokens: int,
     data_parallel: int,
     dp_rank: int,
-    multiple: int,
+    multiples: Multiples,
 ) -> tuple[list[PackedMicrobatch], int]:
     """This rank's share of (prompt, response) pairs, in order, by a token budget.
 
-    Segments are keyed by the pairs' indices. Every rank gets the same number of microbatches.
-    Returns them and their one length. Raises ShapeError where a sequence is longer than the budget
-    or has no prompt.
+    Segments are keyed by the pairs' indices. Every rank gets the same number of microbatches, a
+    multiple of `multiples.count`. What a sequence is padded with counts to the budget, but where it
+    is alone. Returns them and their one length. Raises ShapeError where a sequence is longer than
+    the budget or has no prompt.
     """
     bins: list[list[int]] = []
-    room = 0
+    sizes: list[int] = []
     for index, (prompt, response) in enumerate(sequences):
         size = len(prompt) + len(response)
         if size > max_tokens or not prompt:
@@ -199,16 +263,20 @@ def pack_sequences(
                 f"sequence {index} has {len(prompt)} prompt and {size} tokens; it needs a prompt, "
                 f"and at most learner.max_tokens_per_microbatch={max_tokens} tokens"
             )
-        if size > room:
+        padded = aligned_length(size, multiples.sequence)
+        if not bins or sizes[-1] + padded > max_tokens:
             bins.append([])
-            room = max_tokens
+            sizes.append(0)
         bins[-1].append(index)
-        room -= size
-    sizes = [sum(len(part) for index in each for part in sequences[index]) for each in bins]
-    length = aligned_length(max(sizes, default=0), multiple)
-    bins += [[] for _ in range(-len(bins) % data_parallel)]
+        sizes[-1] += padded
+    length = aligned_length(max(sizes, default=0), multiples.microbatch)
+    bins += [[] for _ in range(-len(bins) % (data_parallel * multiples.count))]
     mine = bins[dp_rank::data_parallel]
-    return [pack([(_plain(i, *sequences[i]), 0.0) for i in each], length) for each in mine], length
+    packed = [
+        pack([(_plain(i, *sequences[i]), 0.0) for i in each], length, multiples.sequence)
+        for each in mine
+    ]
+    return packed, length
 
 
 def _read(ref: SampleRef, groups: dict[str, GroupTokens]) -> SampleTokens:

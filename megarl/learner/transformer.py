@@ -99,6 +99,12 @@ def _settings(shape: ModelShape, learner: LearnerConfig, on_cpu: bool) -> dict[s
         "num_layers_in_first_pipeline_stage": parallel.first_stage_layers or None,
         "num_layers_in_last_pipeline_stage": parallel.last_stage_layers or None,
         "pipeline_model_parallel_layout": parallel.pipeline_layout or None,
+        # Two chunks of a stage may have to do with one neighbour, whose batched messages mix.
+        "overlap_p2p_comm": parallel.vpp > 1,
+        "batch_p2p_comm": parallel.vpp == 1,
+        "microbatch_group_size_per_vp_stage": parallel.pp,
+        "context_parallel_size": parallel.cp,
+        "sequence_parallel": parallel.sequence_parallel and parallel.tp > 1,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         "params_dtype": dtype,
@@ -120,7 +126,6 @@ def _defaults(shape: ModelShape, learner: LearnerConfig) -> dict[str, Any]:
     }
     if shape.moe is not None:
         found |= {
-            "sequence_parallel": learner.parallel.tp > 1,  # Megatron demands it in training
             "moe_grouped_gemm": True,
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_dtype": "fp32",

@@ -30,7 +30,10 @@ def _model(*buffers: SimpleNamespace) -> SimpleNamespace:
     parameters = [parameter for buffer in buffers for parameter in buffer.params]
     module = torch.nn.ParameterList(parameters)
     return SimpleNamespace(
-        buffers=list(buffers[:1]), expert_parallel_buffers=list(buffers[1:]), module=module
+        buffers=list(buffers[:1]),
+        expert_parallel_buffers=list(buffers[1:]),
+        named_parameters=module.named_parameters,
+        more=module,
     )
 
 
@@ -52,7 +55,7 @@ def test_parameters_buckets_and_buffers_are_in_the_memory_with_their_values() ->
 
 def test_parameter_of_no_buffer_is_refused_and_nothing_is_moved() -> None:
     model = _model(_buffer(3))
-    model.module.append(torch.nn.Parameter(torch.zeros(2)))
+    model.more.append(torch.nn.Parameter(torch.zeros(2)))
     before = model.buffers[0].param_data
     with pytest.raises(LearnerError, match="1 is in none of Megatron's buffers"):
         move_parameters(model, torch.zeros(ALIGNMENT, dtype=torch.uint8))

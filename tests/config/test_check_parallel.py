@@ -9,23 +9,29 @@ from megarl.actor.shape import read_shape
 from megarl.config.check_parallel import check_servers
 from megarl.config.layouts import learner_pipeline, run_layouts
 from megarl.config.load import load_layout
+from megarl.config.transformer_fields import FROM_MODEL, REFUSED, SET_BY, known_fields
 from megarl.errors import ConfigError, LayoutError
 from tests.config.conftest import EXPERTS
 from tests.reshard.models import tiny_shape
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("learner.parallel.vpp", "2"),
-        ("learner.parallel.cp", "2"),
-        ("rollout.parallel.pp", "2"),
-    ],
-)
-def test_run_refuses_what_is_only_planned(place, name: str, value: str) -> None:
-    text = place.violation(f"--{name}", value)
-    assert text.startswith(name)
+def test_run_refuses_what_is_only_planned(place) -> None:
+    text = place.violation("--rollout.parallel.pp", "2")
+    assert text.startswith("rollout.parallel.pp")
     assert "`megarl reshard explain` plans it" in text
+
+
+def test_run_takes_context_and_virtual_pipeline_parallelism(place) -> None:
+    sizes = "--learner.parallel.pp 2 --learner.parallel.vpp 2 --learner.parallel.cp 2"
+    parallel = place.load(*sizes.split()).learner.parallel
+    assert (parallel.vpp, parallel.cp, parallel.num_ranks) == (2, 2, 4)
+
+
+def test_run_refuses_model_chunks_without_stages(place) -> None:
+    text = place.violation("--learner.parallel.vpp", "2")
+    assert text == (
+        "learner.parallel.pp: vpp=2 with pp=1: chunks interleave over stages; use a larger pp"
+    )
 
 
 def test_colocated_run_refuses_more_server_ranks_than_learner_ranks(place) -> None:
@@ -56,8 +62,8 @@ def test_run_of_a_dense_model_refuses_ranks_for_experts(place, name: str) -> Non
             "split over 3 ranks; use 1, 2, 4, 8, 16, 32 or 64",
         ),
         (
-            "--learner.parallel.tp 2 --learner.transformer_config.sequence_parallel false",
-            "learner.transformer_config.sequence_parallel = false: with learner.parallel.tp = 2 "
+            "--learner.parallel.tp 2 --learner.parallel.sequence_parallel false",
+            "learner.parallel.sequence_parallel = false: with learner.parallel.tp = 2 "
             "Megatron trains routed experts only with it; remove it",
         ),
         (
@@ -72,6 +78,27 @@ def test_run_with_experts_refuses_what_megatron_cannot_train(
 ) -> None:
     place.change_model(**EXPERTS)
     assert place.violation(*arguments.split()) == text
+
+
+def test_fields_that_are_refused_or_set_are_fields_of_megatron() -> None:
+    _, known = known_fields()
+    assert {*REFUSED, *SET_BY, *FROM_MODEL} <= set(known)
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        ("softmax_scale 0.5", "log-probs would not be the policy's"),
+        ("calculate_per_token_loss false", "gradients are sums"),
+        ("batch_p2p_comm true", "megarl sets it; use learner.parallel.vpp"),
+        ("sequence_parallel true", "megarl sets it; use learner.parallel.sequence_parallel"),
+        ("hybrid_context_parallel true", "samples are placed on ranks"),
+    ],
+)
+def test_run_refuses_fields_with_which_megatron_would_compute_something_else(
+    place, field: str, reason: str
+) -> None:
+    assert reason in place.violation(*f"--learner.transformer_config.{field}".split())
 
 
 def test_run_with_experts_takes_expert_parallelism(place) -> None:

@@ -86,7 +86,7 @@ def sent_away(
     learner: Learner, plan: MinibatchPlan, folder: Path
 ) -> tuple[list[dict[str, float]], dict[str, Tensor], dict[str, Any]]:
     """The same steps, with parts offloaded and onloaded around each; once saved and loaded too."""
-    parameters = dict(learner.policy.model.module.named_parameters())
+    parameters = dict(learner.policy.model.named_parameters())
     objects = {name: id(parameter) for name, parameter in parameters.items()}
     bytes_here: dict[str, list[int]] = {"all": [], "none": [], "weights": []}
     metrics, told = [], {}
@@ -131,9 +131,9 @@ def are_views(learner: Learner) -> bool:
     model = learner.policy.model
     buffers = [each.param_data for each in (*model.buffers, *model.expert_parallel_buffers)]
     spans = [(data.data_ptr(), data.data_ptr() + data.nbytes) for data in buffers]
-    no_parameters = {buffer.data_ptr() for buffer in model.module.buffers()}  # the router's bias
+    no_parameters = {buffer.data_ptr() for _, buffer in model.named_buffers()}  # the router's bias
     weights = [w for w in learner.weights.values() if w.data_ptr() not in no_parameters]
-    tensors = [*model.module.parameters(), *weights]
+    tensors = [*model.parameters(), *weights]
     return all(any(start <= t.data_ptr() < end for start, end in spans) for t in tensors)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,31 +21,36 @@ from megarl.actor.parameters import block_table
 from megarl.actor.shape import read_shape
 from megarl.config.layouts import learner_layout, trained_shape
 from megarl.config.schema import Config
-from megarl.reshard.layout import Layout
+from megarl.reshard.engine_tensors import learner_buffers
+from megarl.reshard.execute import slices
+from megarl.reshard.layout import Layout, local_box
 from tests.learner import recorded, tiny_models
 
+LOSS_BOUND = 1e-6  # relative
+GRADIENT_BOUND = 1e-5  # relative L2 of each tensor
 TEMPERATURE = 0.8
 WEIGHTS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.01, "kl_coef": 0.05}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one mesh; `learner` and `more` are settings, of the learner and of the run.
+    """One model on one mesh; `more` are settings of the run.
 
+    `variants`: the gradients of the same minibatch in other microbatches are wanted too.
     `max_logits` above 0 has the output layer run in parts.
     """
 
     model: str
     dp: int = 1
     parallel: Mapping[str, Any] = field(default_factory=dict)
-    learner: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
+    variants: bool = False
     max_logits: int = 0
 
     @property
     def world_size(self) -> int:
         """Ranks of the learner."""
-        return self.dp * self.parallel.get("tp", 1) * self.parallel.get("pp", 1)
+        return math.prod((self.dp, *(self.parallel.get(name, 1) for name in ("tp", "pp", "cp"))))
 
     def config(self, model: Path) -> Config:
         """The settings of the run."""
@@ -57,7 +63,6 @@ class Case:
                     "parallel": dict(self.parallel),
                     "precision": {"params": "fp32"},
                     "optimizer": {"lr": 1e-3},
-                    **self.learner,
                 },
                 "loss": {"clip_low": WEIGHTS["clip_low"], "clip_high": WEIGHTS["clip_high"]},
                 "placement": {"learner_gpus": self.world_size},
@@ -73,11 +78,13 @@ class Oracle:
         self.folder = folder
         self.model = tiny_models.make(family, folder, tied)
         self.shape = trained_shape(read_shape(folder))
+        groups = folder.with_name(f"{family}-groups")
         self.samples = recorded.record(
-            folder.with_name(f"{family}-groups"),
+            groups,
             tiny_models.VOCAB_SIZE,
             lambda sample: self.logprobs(sample)[0].tolist(),
         )
+        self.maskless = recorded.record_maskless(groups, tiny_models.VOCAB_SIZE)
 
     def logprobs(self, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the response tokens, and the entropy where each was predicted."""
@@ -152,7 +159,7 @@ class Runs:
             capture_output=True,
             text=True,
             check=False,
-            timeout=400,
+            timeout=560,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stderr[-20000:]
@@ -160,11 +167,14 @@ class Runs:
     def _written(self, name: str) -> dict[str, Any]:
         case = self.cases[name]
         oracle = self.oracles[case.model]
+        refs = [ref for _, ref in oracle.samples]
+        varied = recorded.variants(refs, oracle.maskless, case.dp) if case.variants else {}
         return {
             "name": name,
             "world_size": case.world_size,
             "config": self.config(name).model_dump(),
-            "plan": asdict(recorded.plan([ref for _, ref in oracle.samples], case.dp)),
+            "plan": asdict(recorded.plan(refs, case.dp)),
+            "variants": {variant: asdict(plan) for variant, plan in varied.items()},
             "weights": WEIGHTS,
             "max_logits": case.max_logits,
             "sequences": [(s.prompt_ids, s.response_ids) for s, _ in oracle.samples],
@@ -196,3 +206,40 @@ class Runs:
         """Of a rank's weights after the steps."""
         digests: dict[str, str] = json.loads((self.folder / f"{name}.{rank}.json").read_text())
         return digests
+
+    def variants(self, name: str) -> dict[str, float]:
+        """Of each variant of a case, the relative L2 of the gradient tensor that is most off."""
+        worst: dict[str, float] = {}
+        for rank in range(self.cases[name].world_size):
+            found = json.loads((self.folder / f"{name}.{rank}.variants.json").read_text())
+            for variant, off in found.items():
+                worst[variant] = max(worst.get(variant, 0.0), off)
+        return worst
+
+    def gradient_errors(self, name: str) -> dict[str, float]:
+        """By parameter, the relative L2 of a case's gradient to Hugging Face's, over all copies.
+
+        Every copy of every element counts, not one of each; a gradient of padding must be zero.
+        """
+        layout, expected = self.layout(name), self.oracle(name).gradients
+        errors, sizes = dict.fromkeys(expected, 0.0), dict.fromkeys(expected, 0.0)
+        for rank in layout.ranks:
+            found = self.gradients(name, rank.rank)
+            buffers = learner_buffers(self.oracle(name).shape, layout, rank.rank)
+            assert set(found) == {tensor.name for tensor in rank.tensors} - buffers
+            for piece in rank.pieces:
+                if piece.local in buffers:
+                    continue
+                here = found[piece.local][slices(local_box(piece.box, piece.at))].astype(np.float64)
+                there = expected[piece.tensor][slices(piece.box)].astype(np.float64)
+                errors[piece.tensor] += float(((here - there.reshape(here.shape)) ** 2).sum())
+                sizes[piece.tensor] += float((there**2).sum())
+            for padding in rank.paddings:
+                assert not found[padding.local][slices(padding.box)].any(), padding
+        return {each: (errors[each] / sizes[each]) ** 0.5 for each in expected if sizes[each]}
+
+    def loss_error(self, name: str) -> float:
+        """The relative difference of a case's loss to Hugging Face's, without KL and entropy."""
+        with torch.no_grad():
+            expected = float(self.oracle(name).loss(0.0, 0.0))
+        return abs(float(self.answers(name)["step"]["loss/total"]) / expected - 1)

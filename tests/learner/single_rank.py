@@ -266,7 +266,7 @@ def in_shared_memory(plan: MinibatchPlan) -> dict[str, Any]:
         if one.shared_memory is not None:
             low, size = one.shared_memory.data.data_ptr(), one.shared_memory.ref.num_bytes
             buffers = one.policy.model.buffers
-            tensors = [*one.weights.values(), *one.policy.model.module.parameters()]
+            tensors = [*one.weights.values(), *one.policy.model.parameters()]
             tensors += [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
             starts = [tensor.data_ptr() - low for tensor in tensors]
             seen["inside"] = all(

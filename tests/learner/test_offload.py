@@ -15,6 +15,7 @@ import pytest
 
 from tests.learner import random_model, recorded
 from tests.learner.parity import Case, Oracle
+from tests.learner.parity_cases import OVERLAPS, VPP2
 
 CASES = ("fp32", "bf16")  # in fp32 the optimizer's masters are views of the weights
 RANKS = range(4)
@@ -79,13 +80,18 @@ def test_losses_weights_and_optimizer_are_those_of_a_run_that_sends_nothing_away
 
 
 @pytest.mark.slow
-def test_experts_losses_weights_and_optimizer_are_those_of_a_run_that_sends_nothing_away(
+def test_experts_and_chunks_losses_weights_and_optimizer_are_those_of_a_run_that_sends_nothing_away(
     tmp_path: Path,
 ) -> None:
     cases = []
-    for family in ("qwen3-moe", "deepseek-v3"):
+    layouts = {
+        "qwen3-moe": (2, {"tp": 2, "ep": 2}),
+        "deepseek-v3": (2, {"tp": 2, "ep": 2}),
+        "qwen3": (2, {**VPP2, **OVERLAPS}),
+    }
+    for family, (dp, sizes) in layouts.items():
         refs = [ref for _, ref in Oracle(family, tmp_path / f"{family}-model").samples]
-        config = Case(family, 2, {"tp": 2, "ep": 2}).config(tmp_path / f"{family}-model")
+        config = Case(family, dp, sizes).config(tmp_path / f"{family}-model")
         given = {**config.model_dump(), "weight_sync": {"in_place": False}}
         plan = asdict(recorded.plan(refs, 2))
         cases.append({"name": family, "config": given, "plan": plan})

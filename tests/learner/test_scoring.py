@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.errors import LearnerError
-from megarl.learner.packing import pack_sequences
+from megarl.learner.packing import Multiples, pack_sequences
 from megarl.learner.scoring import KeptLogProbs, passes_needed
 from megarl.types import Batch, MinibatchPlan, SampleRef
 
@@ -35,7 +35,7 @@ def test_a_second_epoch_is_scored_again_where_a_kept_sample_moves_to_another_ran
 
 def test_kept_logprobs_come_back_at_their_places_in_another_packing() -> None:
     sequences = [((1, 2), (3, 4, 5)), ((6,), (7,)), ((8,), (9, 10))]
-    (one,), length = pack_sequences(sequences, 32, 1, 0, 16)
+    (one,), length = pack_sequences(sequences, 32, 1, 0, Multiples(microbatch=16))
     kept = KeptLogProbs()
     kept.keep(one, torch.arange(float(length)))
     spread = kept.spread(one)
@@ -48,6 +48,6 @@ def test_kept_logprobs_come_back_at_their_places_in_another_packing() -> None:
 
 
 def test_a_sample_that_was_not_scored_is_refused() -> None:
-    (one,), _ = pack_sequences([((1,), (2,))], 8, 1, 0, 1)
+    (one,), _ = pack_sequences([((1,), (2,))], 8, 1, 0, Multiples())
     with pytest.raises(LearnerError, match="score the batch"):
         KeptLogProbs().spread(one)

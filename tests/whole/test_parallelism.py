@@ -9,23 +9,23 @@ import pytest
 from tests.whole.conftest import Run
 
 MODEL_BYTES = 152_256 * 4  # the quickstart model in fp32
+ONE_TP = ["--learner.parallel.tp", "1"]
 LAYOUTS = {
     "learner tp 2 to server tp 2": ["--learner.parallel.tp", "2", "--rollout.parallel.tp", "2"],
     "learner tp 2 pp 2": ["--learner.parallel.pp", "2"],
-    "learner dp 2": ["--learner.parallel.tp", "1", "--placement.learner_gpus", "2"],
+    "learner dp 2": [*ONE_TP, "--placement.learner_gpus", "2"],
+    "learner pp 2 vpp 2": [*ONE_TP, "--learner.parallel.pp", "2", "--learner.parallel.vpp", "2"],
+    "learner cp 2": [*ONE_TP, "--learner.parallel.cp", "2"],
     "two servers": ["--rollout.servers", "2"],
 }
 
 
-IN_ANOTHER_TEST = "learner dp 2"  # by default test_colocated.py has it
+SLOW = ("learner dp 2", "learner pp 2 vpp 2", "learner cp 2")  # test_colocated.py has the first
 
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == IN_ANOTHER_TEST else ())
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS],
 )
 def test_three_steps_agree_on_log_probs_and_every_sync_is_proved(
     quickstart: Callable[..., Run], layout: str
