@@ -179,9 +179,19 @@ class MessageInflow:
         """A group is kept."""
 
     def refuse(self, message: ControlMessage, why: str) -> None:
-        """Tell the group not to wait for this rank."""
-        if parcels.server_member(message.tp_rank) in message.members:
-            self._my_peers(message).refuse(message.call, why)
+        """Tell the group not to wait for the rank whose message this is: this one, if all is well.
+
+        A rank that is in no group, or has another's message, keeps no connection for it.
+        """
+        me = parcels.server_member(message.tp_rank)
+        if me not in message.members:
+            return
+        if self._peers is not None and self._peers[0] == (me, self._device):
+            self._peers[1].refuse(message.call, why)
+            return
+        stranger = Peers(me, self._device)
+        stranger.refuse(message.call, why)
+        stranger.close()
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:

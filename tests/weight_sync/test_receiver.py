@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from megarl.weight_sync.control import WIRE_DTYPES, SourceSpec, decode
 from megarl.weight_sync.receiver import Receiver
 from tests.reshard.models import tiny_shape
 from tests.weight_sync import tiny
+from tests.weight_sync.open_files import open_files
 from tests.weight_sync.rig import Rig
 from tests.weight_sync.tiny import SHAPE
 
@@ -217,6 +219,21 @@ def test_learner_whose_store_does_not_answer_holds_up_no_server(
         with pytest.raises(WeightSyncError, match="TP rank 0: learner rank 0's store does not"):
             simple.receivers[0].acknowledge(message, Ack("t", True))
         assert time.monotonic() - start < 5
+
+
+def test_rank_that_refuses_for_another_keeps_no_connection_for_it(simple: Rig) -> None:
+    """A rank in no group that is given the message of one that is."""
+    board = AckBoard("127.0.0.1")
+    other = dataclasses.replace(
+        simple.messages(2)[1], store=board.address, members=("learner rank 0", "TP rank 1")
+    )
+    keys = board.num_keys
+    before = open_files()
+    refusal = simple.receivers[0].receive(simple.models[0], other)  # type: ignore[arg-type]
+    assert not refusal.ok
+    assert board.num_keys > keys  # the others are told, so that they do not wait
+    gc.collect()
+    assert open_files() == before
 
 
 def test_server_with_another_number_format_refuses(rig: Callable[..., Rig]) -> None:
