@@ -59,7 +59,7 @@ class Comparison:
 
     `gradients` are by layer: embedding, output layer and last norm under their own names.
     `rollout_*` is the mean absolute difference to the rollout engine's log-probs, None where the
-    batch has none. `fp8_linears` of the model's computed in FP8 on this rank's part of the model.
+    batch has none.
     """
 
     num_tokens: int
@@ -89,6 +89,10 @@ def comparison_of(values: Mapping[str, object]) -> Comparison:
 def faults(found: Comparison) -> list[str]:
     """What exceeds its bound, in words; nothing where FP8 may be trained with."""
     wrong = []
+    if found.max_abs_logprob == 0:
+        wrong.append(
+            "FP8: every log-prob is that of bf16 to the last bit, so nothing was computed in FP8"
+        )
     lost = abs(found.fp8_loss - found.bf16_loss)
     if not lost <= LOSS_BOUND * abs(found.bf16_loss):
         wrong.append(

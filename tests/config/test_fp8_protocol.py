@@ -35,6 +35,11 @@ def test_comparison_within_its_bounds_has_no_fault() -> None:
     assert faults(GOOD) == []
 
 
+def test_fp8_that_differs_in_nothing_was_silently_left_off() -> None:
+    (text,) = changed(fp8_loss=2.0, mean_abs_logprob=0.0, max_abs_logprob=0.0)
+    assert text.endswith("so nothing was computed in FP8")
+
+
 @pytest.mark.parametrize("loss", [1.97, 2.03, math.nan, math.inf])
 def test_loss_that_is_further_off_than_its_bound_is_a_fault(loss: float) -> None:
     (text,) = changed(fp8_loss=loss)

@@ -174,7 +174,7 @@ def _import_engine(folder: Path) -> None:
     latent.TELinear = extension.TELinear  # as it is where no substitution is installed
 
 
-def _fake_groups() -> None:
+def fake_groups() -> None:
     """Every process group is one that says nothing: this is one process of many ranks."""
     new_group = dist.new_group
     dist.new_group = lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})
@@ -187,7 +187,7 @@ def main() -> None:
         sys.exit(subprocess.run(again, check=False).returncode)
     if len(sys.argv) > 1:
         _import_engine(Path(sys.argv[1]))
-    _fake_groups()
+    fake_groups()
     found = manifests()
     if len(sys.argv) == 1:
         print(json.dumps(found))

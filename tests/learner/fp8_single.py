@@ -17,13 +17,17 @@ import torch.distributed as dist
 
 from megarl.actor.shape import read_shape
 from megarl.buffer.groupfile import write_group
-from megarl.config.fp8 import buffer_fields, optimizer_fields
+from megarl.config.fp8 import buffer_fields, optimizer_fields, transformer_fields
 from megarl.config.fp8_protocol import Comparison, faults
+from megarl.config.precision import PrecisionConfig
 from megarl.config.schema import Config
 from megarl.errors import MegarlError
+from megarl.learner import distributed
 from megarl.learner.fp8_check import Request, check
 from megarl.learner.learner import Learner
+from megarl.reshard.mesh import LearnerMesh
 from megarl.types import Group, Prompt, Sample
+from tests.golden.gpu_parameters import fake_groups
 from tests.learner import random_model
 
 FOLDER = Path(sys.argv[1])
@@ -179,6 +183,26 @@ def sabotaged(name: str, method: Any, groups: tuple[str, ...]) -> list[str]:
         setattr(emulation.Rounding, name, true)
 
 
+def amax_groups() -> dict[str, list[int]]:
+    """Ranks that agree with rank 0 on a tensor's largest magnitude, of TP2 x DP2 x PP2."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.stop()
+    fake_groups()
+    mesh = LearnerMesh(tp=2, dp=2, pp=2)
+    dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
+    distributed.start(mesh, device="cpu")
+    found = {}
+    for name in ("replicas", "tensor"):
+        fields = transformer_fields(PrecisionConfig(fp8="e4m3", fp8_amax_group=name))
+        group = parallel_state.get_amax_reduction_group(  # as fp8_utils.get_fp8_context asks
+            with_context_parallel=True, tp_only_amax_red=fields["tp_only_amax_red"]
+        )
+        found[name] = dist.get_process_group_ranks(group)
+    return found
+
+
 def main() -> None:
     """Everything, in one process."""
     torch.set_num_threads(1)
@@ -204,6 +228,7 @@ def main() -> None:
             "gradient", lambda values: values.to(torch.float8_e4m3fn).float(), groups
         ),
         "doubled weights": sabotaged("weight", lambda values: 2 * values, groups),
+        "amax groups": amax_groups(),
     }
     print(json.dumps(answers, default=str))
 

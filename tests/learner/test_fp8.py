@@ -140,6 +140,12 @@ def test_wrong_scales_are_beyond_the_bounds(answers: dict[str, Any], fault: str)
     assert any("layer 0" in text for text in answers[fault])
 
 
+def test_ranks_agree_on_magnitudes_over_a_stage_or_over_a_replica_of_it(
+    answers: dict[str, Any],
+) -> None:
+    assert answers["amax groups"] == {"replicas": [0, 1, 2, 3], "tensor": [0, 1]}
+
+
 def settings(folder: Path, more: str = "") -> str:
     random_model.write(folder / "model", deviation=0.05, **SIZES)
     text = (
