@@ -44,7 +44,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=16, help="samples of a timed step")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each way")
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks of timed steps")
-    parser.add_argument("--tokens", type=int, default=1024, help="positions of the log-probs")
+    parser.add_argument("--tokens", type=int, default=2048, help="positions of the log-probs")
     parser.add_argument("--vocabulary", type=int, default=151936, help="of the log-probs")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     return parser.parse_args(arguments)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.learner.logprobs import vocab_parallel_logprobs
 
-MAX_LOGITS = 1 << 27  # of one run of the output layer on one rank: 256 MiB in bf16
+MAX_LOGITS = 1 << 26  # of one run of the output layer on one rank: 128 MiB in bf16
 
 
 @dataclass(frozen=True, slots=True, eq=False)

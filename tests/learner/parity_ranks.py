@@ -102,7 +102,7 @@ def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
     learner = Learner(Config.model_validate(case["config"]), folder)
     from megarl.learner import head  # Megatron can be imported only now
 
-    head.MAX_LOGITS = case["max_logits"] or (1 << 27)
+    head.MAX_LOGITS = case["max_logits"] or (1 << 26)
     plan = plan_of(case["plan"])
     grads = gradients(learner, plan, LossWeights(**case["weights"]))
     np.savez(folder / f"{case['name']}.{rank}.npz", **grads)

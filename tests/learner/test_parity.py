@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from megarl.actor.parameters import parameter_table
 from megarl.reshard.engine_tensors import learner_buffers
 from tests.learner.parity import GRADIENT_BOUND, LOSS_BOUND, Case, Oracle, Runs
 from tests.learner.parity_cases import ALL, QUICK, RECOMPUTED, SLOW, TIED
@@ -61,8 +62,10 @@ def test_every_gradient_of_a_layout_is_that_of_hugging_face(name: str, ran: Ran)
 def test_gradient_norm_over_all_ranks_is_that_of_hugging_face_s_gradients(
     name: str, ran: Ran
 ) -> None:
-    gradients = ran.of(name).oracle(name).gradients
-    expected = sum(float((grad.astype(np.float64) ** 2).sum()) for grad in gradients.values())
+    oracle = ran.of(name).oracle(name)
+    buffers = {p.name for p in parameter_table(oracle.shape) if p.kind == "router_bias"}
+    gradients = [grad for each, grad in oracle.gradients.items() if each not in buffers]
+    expected = sum(float((grad.astype(np.float64) ** 2).sum()) for grad in gradients)
     assert ran.of(name).answers(name)["norm"] == pytest.approx(expected**0.5, rel=1e-5)
 
 
@@ -168,7 +171,10 @@ def test_second_optimizer_step_is_the_same_in_every_layout(
     for name, answer in zip(names, answers, strict=True):
         assert answer["step again"]["loss/total"] < answer["step"]["loss/total"]
         for key in ("step", "step again"):
-            assert answer[key] == pytest.approx(answers[0][key], rel=2e-3, abs=1e-6), name
+            found, expected = ({**each[key]} for each in (answer, answers[0]))
+            for step in (found, expected):  # pipelines and context ranks pad more
+                assert 0 < step.pop("packing/efficiency") <= 1
+            assert found == pytest.approx(expected, rel=2e-3, abs=1e-6), name
 
 
 def test_first_step_against_recomputed_logprobs_and_the_starting_reference_is_exact(
