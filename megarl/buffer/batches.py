@@ -29,6 +29,7 @@ class BatchShape:
     @classmethod
     def of(cls, config: Config, flops: SequenceFlops) -> BatchShape:
         """The shape that a run's settings ask for, of a policy that takes `flops`."""
+        parallel = config.learner.parallel
         return cls(
             num_minibatches=config.learner.optimizer_steps_per_rollout,
             num_epochs=config.learner.epochs_per_rollout,
@@ -37,7 +38,8 @@ class BatchShape:
                 data_parallel=config.data_parallel,
                 max_tokens=config.learner.max_tokens_per_microbatch,
                 flops=flops,
-                is_pipelined=config.learner.parallel.pp > 1,
+                is_pipelined=parallel.pp > 1,
+                count=parallel.pp if parallel.vpp > 1 else 1,  # Megatron's interleaved schedule
             ),
         )
 

@@ -31,12 +31,13 @@ MAX_SWAPS_PER_RANK = 16
 @dataclass(frozen=True, slots=True)
 class ScheduleShape:
     """What shapes a schedule. `max_tokens` bounds one microbatch, `is_pipelined` gives all of a
-    minibatch one length."""
+    minibatch one length, and each rank has a multiple of `count` of them."""
 
     data_parallel: int
     max_tokens: int
     flops: SequenceFlops
     is_pipelined: bool = False
+    count: int = 1
 
     def work(self, ref: SampleRef) -> float:
         """Operations of a sample in one optimizer step."""
@@ -64,11 +65,12 @@ def make_schedule(refs: Sequence[SampleRef], shape: ScheduleShape) -> MinibatchP
             "learner.overlong_samples cut or leave out such samples"
         )
     total = sum(ref.num_tokens for ref in ordered)
-    per_rank = max(1, -(-total // (shape.data_parallel * shape.max_tokens)))
+    least = max(1, -(-total // (shape.data_parallel * shape.max_tokens)))
+    per_rank = -(-least // shape.count) * shape.count
     placed: list[list[Rank]] = []
     while not placed:  # ends: with a microbatch for each sample everything fits
         placed = _placements(ordered, per_rank, shape)
-        per_rank += 1
+        per_rank += shape.count
     best = min(placed, key=lambda ranks: _busiest(ranks, shape))
     return MinibatchPlan(
         schedule=tuple(_largest_first(rank, shape) for rank in best),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megarl.actor.flops import SequenceFlops
 from megarl.buffer.batches import BatchShape, make_batch, split_minibatches
 from megarl.buffer.schedule import ScheduleShape
+from megarl.config.schema import Config
 from megarl.types import Batch, MinibatchPlan, SampleRef
 
 
@@ -114,3 +115,15 @@ def test_batch_without_samples_has_no_minibatches() -> None:
 def test_worst_staleness_is_the_oldest_samples() -> None:
     groups = [(ref("g0-0", 3, version=4),), (ref("g1-0", 3, version=2),)]
     assert make_batch(groups, 5, shape()).worst_staleness == 3
+
+
+def test_settings_of_a_pipeline_shape_its_schedule() -> None:
+    def of(**parallel: int) -> ScheduleShape:
+        learner = {"parallel": parallel, "max_tokens_per_microbatch": 99}
+        config = Config.model_validate({"actor": {"model": "m"}, "learner": learner})
+        return BatchShape.of(config, SequenceFlops(1.0, 2.0, 3.0)).schedule
+
+    flops = SequenceFlops(1.0, 2.0, 3.0)
+    assert of() == ScheduleShape(1, 99, flops)
+    assert of(pp=4) == ScheduleShape(1, 99, flops, is_pipelined=True)
+    assert of(pp=4, vpp=2) == ScheduleShape(1, 99, flops, is_pipelined=True, count=4)

@@ -140,6 +140,13 @@ def test_samples_are_traded_between_ranks_until_they_are_level() -> None:
     assert sorted(sum(rank) for rank in token_sums(plan)) == [12, 13]
 
 
+def test_microbatches_in_multiples_are_shorter_rather_than_empty() -> None:
+    shape = ScheduleShape(2, 100, LINEAR, is_pipelined=True, count=4)
+    plan = make_schedule(samples([10] * 40), shape)  # 2 of 100 would do
+    assert token_sums(plan) == [[50] * 4] * 2
+    assert plan.microbatch_tokens == 50
+
+
 def test_imbalance_is_that_of_the_busiest_rank_of_each_step() -> None:
     shape = ScheduleShape(2, 100, LINEAR)
     even, uneven = scheduled([10, 10], 2, 100), scheduled([30, 10], 2, 100)
