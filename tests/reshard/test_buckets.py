@@ -67,6 +67,20 @@ def test_offsets_follow_one_another_without_gaps() -> None:
         assert end == bucket.num_bytes
 
 
+def test_bucket_ends_only_where_the_next_copy_does_not_fit() -> None:
+    ends = 0
+    for rank in SOURCE.rank_ids:
+        found = buckets(PLAN, PLAN.operations_from(rank), LIMIT)
+        by_number = {(b.source, b.destination, b.number): b for b in found}
+        for bucket in found:
+            after = by_number.get((bucket.source, bucket.destination, bucket.number + 1))
+            if after is not None:
+                first = (*after.offsets, after.num_bytes)[1]
+                assert bucket.num_bytes + first > LIMIT
+                ends += 1
+    assert ends > 16
+
+
 def test_copy_larger_than_a_bucket_has_one_of_its_own() -> None:
     operations = PLAN.operations_to(0)
     assert all(len(b.rows) == 1 for b in buckets(PLAN, operations, 1))

@@ -57,6 +57,24 @@ def test_copies_take_turns(layout: Layout) -> None:
     assert min(shares) > 0
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_ranks_that_hold_the_same_of_a_layer_take_equally_many_turns(layout: Layout) -> None:
+    cover = Cover(layout)
+    layers = {p.name: p.name if p.layer is None else p.layer for p in layout.parameters}
+    holders: dict[tuple[object, ...], list[int]] = {}
+    for rank in layout.rank_ids:
+        for piece in cover.held(rank):
+            holders.setdefault((piece.tensor, piece.box), []).append(rank)
+    turns = {
+        (layers[cell[0]], tuple(ranks)): Counter(dict.fromkeys(ranks, 0))
+        for cell, ranks in holders.items()
+    }
+    for rank in layout.rank_ids:
+        for piece in cover.share(rank):
+            turns[layers[piece.tensor], tuple(holders[piece.tensor, piece.box])][rank] += 1
+    assert all(max(taken.values()) - min(taken.values()) <= 1 for taken in turns.values())
+
+
 def test_bytes_that_a_destination_holds_are_counted_by_kinds_of_blocks() -> None:
     layout = LAYOUTS["copied attention"]
     written = [piece for rank in layout.ranks for piece in rank.pieces]

@@ -76,10 +76,11 @@ def refused(folder: Path, *words: str, table: BlockTable = TABLE) -> None:
     ("num_files", "shown"),
     [
         (1, "files model-00001-of-00001.safetensors"),
+        (3, "files " + ", ".join(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))),
         (4, "files model-00001-of-00004.safetensors to model-00004-of-00004.safetensors"),
     ],
 )
-def test_layout_of_files_is_named_after_the_first_and_the_last(
+def test_layout_of_files_is_named_after_three_of_them_or_the_first_and_the_last(
     tmp_path: Path, num_files: int, shown: str
 ) -> None:
     save_sharded(tmp_path, tensors(), num_files)
