@@ -173,7 +173,7 @@ class Pipeline:
                 f"the {middle} layers left do not split over {_chunks(middle_stages, vpp)}; "
                 "change the layers in the first or last stage, or write the layout out"
             )
-        if not middle_stages and vpp > 1 and pp > 1:
+        if not middle_stages and vpp > 1:
             raise LayoutError(
                 f"Megatron 0.19 cannot number the layers of pp={pp} with vpp={vpp} when both first "
                 "and last are given; give one of them"

@@ -187,6 +187,9 @@ def test_way_of_one_expert_is_its_part_of_the_stack() -> None:
     # experts 2 and 3 are the second half of the stack: expert 3 is the second slot there
     assert {part.at[0] for part in one.wanted} == {1}
     assert sorted(rank for part in one.wanted for rank in part.ranks) == [2, 3, 6, 7]
+    title, stack = (" ".join(way_page(explained(plan), {}, way).split()) for way in (one, every))
+    assert f"tensor {name} [8, 8], expert 3 of {every.name} [4, 8, 8] " in title
+    assert f"tensor {every.name} [4, 8, 8] " in stack
 
 
 @pytest.mark.parametrize(

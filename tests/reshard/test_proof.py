@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from megarl.actor.parameters import Parameter
 from megarl.errors import LayoutError
 from megarl.reshard.explicit import explicit_layout, one_block
-from megarl.reshard.layout import LocalTensor, Padding, Piece, RankLayout
+from megarl.reshard.layout import Layout, LocalTensor, Padding, Piece, RankLayout
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.plan import Move, make_plan, prove_moves
@@ -109,16 +110,26 @@ def test_move_into_padding_is_refused() -> None:
     refused(changed(index, dst_at=(rows, 0)), "lm_head.weight", "writes")
 
 
-def test_layout_that_holds_elements_twice_in_one_place_is_refused() -> None:
+def prove_in_moves(layout: Layout) -> None:
+    prove_moves((), layout, layout)
+
+
+both_proofs = pytest.mark.parametrize("prove", [prove_layout, prove_in_moves])
+Prove = Callable[[Layout], None]
+
+
+@both_proofs
+def test_layout_that_holds_elements_twice_in_one_place_is_refused(prove: Prove) -> None:
     parameter = Parameter("w", (4,), "final_norm")
     pieces = (Piece("w", ((0, 3),), "x", (0,)), Piece("w", ((1, 4),), "x", (1,)))
     rank = RankLayout(0, (LocalTensor("x", (4,)),), pieces)
     layout = explicit_layout("bent", one_block((parameter,)), (rank,))
     with pytest.raises(LayoutError, match=r"bent: rank 0: x \[1:3\] is written 2 times"):
-        prove_layout(layout)
+        prove(layout)
 
 
-def test_layout_whose_padding_leaves_a_gap_is_refused() -> None:
+@both_proofs
+def test_layout_whose_padding_leaves_a_gap_is_refused(prove: Prove) -> None:
     parameter = Parameter("w", (4,), "final_norm")
     rank = RankLayout(
         0,
@@ -127,15 +138,16 @@ def test_layout_whose_padding_leaves_a_gap_is_refused() -> None:
         (Padding("x", ((5, 8),)),),
     )
     with pytest.raises(LayoutError, match=r"x \[4:5\]"):
-        prove_layout(explicit_layout("holed", one_block((parameter,)), (rank,)))
+        prove(explicit_layout("holed", one_block((parameter,)), (rank,)))
 
 
-def test_layout_piece_beyond_its_parameter_is_refused() -> None:
+@both_proofs
+def test_layout_piece_beyond_its_parameter_is_refused(prove: Prove) -> None:
     parameter = Parameter("w", (4,), "final_norm")
     pieces = (Piece("w", ((2, 6),), "x", (0,)),)
     rank = RankLayout(0, (LocalTensor("x", (4,)),), pieces)
     with pytest.raises(LayoutError, match=r"\[2:6\] of w"):
-        prove_layout(explicit_layout("long", one_block((parameter,)), (rank,)))
+        prove(explicit_layout("long", one_block((parameter,)), (rank,)))
 
 
 def test_part_that_no_source_rank_holds_is_named_when_planning() -> None:

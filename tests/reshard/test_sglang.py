@@ -204,8 +204,9 @@ def test_what_a_family_does_not_claim_is_refused(
 
 def test_rank_of_no_server_is_refused() -> None:
     assert sglang_rank(tiny_shape(), ServerMesh(2, servers=2), 3).tensors
-    with pytest.raises(LayoutError, match="server rank 4 is not among the 4 ranks"):
-        sglang_rank(tiny_shape(), ServerMesh(2, servers=2), 4)
+    for rank in (-1, 4, 5):
+        with pytest.raises(LayoutError, match=f"server rank {rank} is not among the 4 ranks"):
+            sglang_rank(tiny_shape(), ServerMesh(2, servers=2), rank)
 
 
 def test_tied_head_is_held_once() -> None:
