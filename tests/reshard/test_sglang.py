@@ -149,6 +149,16 @@ def test_kv_heads_are_padded_with_zeros_on_a_cpu() -> None:
     assert paddings == [[], [(0, 16), (16, 20), (20, 24)]]
 
 
+def test_experts_are_padded_on_a_cpu_to_32_columns_on_every_rank() -> None:
+    shape = tiny_shape("Qwen3MoeForCausalLM")  # 4 experts of 8 columns, which all fit on rank 0
+    name = "model.layers.0.mlp.experts.w2_weight"
+    for rank, pieces, padding in ((0, [(0, 8)], (8, 32)), (1, [], (0, 32))):
+        held = sglang_rank(shape, ServerMesh(2, cpu=True), rank)
+        assert [t.shape for t in held.tensors if t.name == name] == [(4, 8, 32)]
+        assert [p.box[2] for p in held.pieces if p.local == name] == pieces
+        assert [p.box[2] for p in held.paddings if p.local == name] == [padding]
+
+
 def test_rank_beyond_the_vocabulary_holds_only_padding() -> None:
     shape = tiny_shape(vocab_size=10)
     rank = sglang_rank(shape, ServerMesh(4), 3)
