@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
+from megarl.errors import LayoutError
 from megarl.reshard.explicit import full_layout
 from megarl.reshard.layout import num_elements
 from megarl.reshard.megatron import megatron_layout
@@ -14,7 +16,7 @@ from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.reshard.placement import Placement
 from megarl.reshard.plan import make_plan
 from megarl.reshard.sglang import sglang_layout
-from megarl.reshard.simulate import check, expected, needed_bytes, number
+from megarl.reshard.simulate import Arrays, check, expected, needed_bytes, number
 from tests.reshard.models import tiny_shape
 
 SHAPE = tiny_shape(vocab_size=10)  # servers pad it
@@ -42,6 +44,15 @@ def test_memory_of_a_simulation_is_that_of_its_arrays() -> None:
     two = sglang_layout(SHAPE, ServerMesh(1, servers=2))  # the second is a replica of the first
     held = sum(math.prod(tensor.shape) for tensor in two.rank(0).tensors)
     assert needed_bytes(make_plan(whole, two)) == 8 * count + (8 + 2 * 9) * held
+
+
+@pytest.mark.parametrize("make", [number, expected])
+def test_layout_is_numbered_where_its_numbers_just_fit(make: Callable[..., Arrays]) -> None:
+    whole = full_layout(LEARNER.table)
+    limit = 8 * sum(parameter.num_elements for parameter in whole.parameters)
+    assert make(whole, limit_bytes=limit)
+    with pytest.raises(LayoutError, match=f"needs {limit:,} bytes of memory, more than the limit"):
+        make(whole, limit_bytes=limit - 1)
 
 
 def test_arrays_that_replicas_share_cannot_be_written() -> None:
