@@ -368,6 +368,22 @@ def test_error_of_a_simulation_names_tensor_interval_and_ranks(monkeypatch: Patc
         check(make_plan(source, destination))
 
 
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.o_proj.weight", "decoder.layers.0.mlp.linear_fc2.weight"]
+)
+def test_copy_from_or_to_beyond_a_tensor_is_named_by_the_simulation(
+    name: str, monkeypatch: Patch
+) -> None:
+    def one_row_lower(original: Any, *arguments: Any) -> tuple[str, Any]:
+        local, at = original(*arguments)
+        return local, (at[0] + (local == name), *at[1:])
+
+    wrapped(moves, "_local", one_row_lower)(monkeypatch)
+    source, destination = TP2.side(DENSE).layout, FOUR.side(DENSE).layout
+    with pytest.raises(LayoutError, match=r"model.layers.0.*reaches beyond a local tensor"):
+        check(make_plan(source, destination))
+
+
 def test_simulation_that_would_not_fit_says_how_much_it_needs() -> None:
     layout = full_layout(TP2.side(DENSE).layout.table)
     plan = make_plan(layout, layout)
