@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.actor.parameters import BlockTable
 from megarl.config.explain import explain_run
 from megarl.config.layouts import run_layouts
 from megarl.config.load import load_layout
@@ -230,6 +231,16 @@ def test_tensor_that_no_server_holds_is_not_sent() -> None:
     way = trace(plan, "model.layers.2.eh_proj.weight")
     assert (len(way.held), way.wanted, way.copies) == (1, (), ())
     assert way_page(explained(plan), {}, way).endswith("no server holds it: it is not sent")
+
+
+def test_layer_that_a_plan_of_a_part_leaves_out_is_not_sent() -> None:
+    source = megatron_layout(DENSE, LearnerMesh())
+    first = next(block for block in source.table.blocks if block.kind == "dense")
+    part = full_layout(BlockTable((first,), {"dense": source.table.kinds["dense"]}))
+    plan = make_plan(source, part, partial=True)
+    sent, kept = (trace(plan, f"model.layers.{i}.mlp.down_proj.weight") for i in (0, 1))
+    assert sent.wanted and sent.copies
+    assert (len(kept.held), kept.wanted, kept.copies) == (1, (), ())
 
 
 def keys(found: object) -> set[str]:
