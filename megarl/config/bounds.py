@@ -14,14 +14,14 @@ LEAST_BF16_BOUND = 0.05  # nats, mean; 1e-2 to 3e-2 was seen between correct bf1
 
 PROBE_CONTEXT = 8  # tokens of a probe before those that are scored
 PROBE_BF16_BOUND = 0.25  # nats, mean; 0.07 was seen between the two engines on SmolLM2-135M
-PROBE_FP8_BOUND = 0.5  # nats, likewise, where servers alone hold float8
+PROBE_FP8_BOUND = 0.5  # nats, likewise, where a side computes with float8
 
 
 def probe_bound(config: Config) -> float:
     """The largest mean difference that the probe of a weight sync allows, in nats."""
     if config.parity.max_mean_abs_logprob > 0:
         return config.parity.max_mean_abs_logprob
-    if served_block(config):
+    if served_block(config) or config.learner.precision.uses_fp8:
         return PROBE_FP8_BOUND
     return FP32_BOUND if config.learner.precision.params == "fp32" else PROBE_BF16_BOUND
 

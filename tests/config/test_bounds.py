@@ -30,3 +30,19 @@ def test_probe_of_few_unlikely_tokens_is_looser_than_the_gate_but_in_fp32() -> N
     assert probe_bound(config()) == FP32_BOUND
     assert probe_bound(config("bf16")) > bound(config("bf16"))
     assert probe_bound(config("bf16", max_mean_abs_logprob=0.3)) == 0.3
+
+
+def test_probe_is_as_loose_for_a_learner_in_fp8_as_for_float8_servers() -> None:
+    fp8 = config("bf16")
+    for group, settings in (
+        ("learner", {"precision": {"params": "bf16", "fp8": "e4m3"}}),
+        ("rollout", {"precision": {"weights": "fp8"}}),
+    ):
+        assert probe_bound(Config.model_validate({**fp8.model_dump(), group: settings})) == 0.5
+
+
+def test_gate_of_a_learner_in_fp8_goes_by_what_equal_weights_showed() -> None:
+    """The baseline of bf16 servers has the learner's FP8 in it."""
+    fp8 = config("bf16").model_dump()
+    fp8["learner"]["precision"]["fp8"] = "e4m3"
+    assert bound(Config.model_validate(fp8), 0.06) == 0.12
