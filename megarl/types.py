@@ -134,7 +134,9 @@ class Group:
 class SampleRef:
     """A sample by reference: row `index` of group file `path`, and what a schedule must know.
 
-    Of a sample that `is_truncated` the learner sees the first `num_tokens` only.
+    Of a sample that `is_truncated` the learner sees the first `num_tokens` only. `is_cut` says that
+    its response reached the longest length. Where advantages are of tokens, `advantage` is what
+    they are made of: the reward.
     """
 
     sample_id: str
@@ -145,6 +147,7 @@ class SampleRef:
     advantage: float
     version: int
     is_truncated: bool = False
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

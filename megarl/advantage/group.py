@@ -1,4 +1,4 @@
-"""Stage d, GRPO: a sample's advantage is its reward relative to its group's.
+"""Stage d: a sample's advantage, which for GRPO is its reward relative to its group's.
 
 Owns which samples count in a group's statistics. Knows nothing of tokens, versions or the loss.
 """
@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megarl.config.schema import AdvantageConfig
+from megarl.config.advantage import AdvantageConfig
 from megarl.types import Group, Sample
 
 STD_EPS = 1e-6  # added to the deviation: verl's value (TRL's is 1e-4)
@@ -41,12 +41,17 @@ def group_advantages(rewards: Sequence[float], normalize_std: bool) -> list[floa
 def assign(group: Group, config: AdvantageConfig) -> Group:
     """The group with every advantage set.
 
-    Samples whose reward is no value, and samples without a loss token, are left out before any
-    statistic: their advantage is None. The group must have been scored.
+    Under `gae` it is the reward, as long as no value is known: the learner makes each token's of it
+    (`gae.py`). Samples whose reward is no value, and samples without a loss token, are left out
+    before any statistic: their advantage is None. The group must have been scored.
     """
     counted = [index for index, sample in enumerate(group.samples) if counts(sample)]
     rewards = [_value(group.samples[index]) for index in counted]
-    by_index = dict(zip(counted, group_advantages(rewards, config.normalize_std), strict=True))
+    if config.estimator == "grpo":
+        advantages = group_advantages(rewards, config.normalize_std)
+    else:
+        advantages = rewards
+    by_index = dict(zip(counted, advantages, strict=True))
     samples = tuple(
         replace(sample, advantage=by_index.get(index)) for index, sample in enumerate(group.samples)
     )

@@ -125,4 +125,5 @@ def sample_ref(group: Group, index: int) -> SampleRef:
         num_loss_tokens=sample.num_loss_tokens,
         advantage=sample.advantage,
         version=sample.oldest_version,
+        is_cut=sample.finish_reason == "length",
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape, read_shape
 from megarl.config.bounds import PROBE_CONTEXT
+from megarl.config.check_critic import check_critic, check_critic_model
 from megarl.config.check_fp8 import check_fp8, check_fp8_shape
 from megarl.config.check_machine import check_machine
 from megarl.config.check_model import (
@@ -25,6 +26,7 @@ from megarl.config.check_model import (
 from megarl.config.check_parallel import check_ranks, check_runnable, check_servers
 from megarl.config.check_servers import check_sync, check_urls
 from megarl.config.layouts import learner_layout, trained_shape
+from megarl.config.optimizer import OptimizerConfig
 from megarl.config.schema import Config
 from megarl.config.served import check_float8
 from megarl.config.transformer_fields import field_violations
@@ -55,6 +57,7 @@ def check_config(config: Config) -> list[Violation]:
         found += check_shape(config, shape)
         found += check_fp8_shape(config, shape)
         found += [] if found else _laid_out(config, shape)
+        found += check_critic_model(config, shape)
     found += check_servers(config, None if untrained else shape)
     found += check_machine(config, os.environ)
     return found
@@ -82,8 +85,9 @@ def check_settings(config: Config) -> list[Violation]:
         check_urls,
         check_sync,
         _transformer_fields,
-        _schedule,
+        _schedules,
         check_fp8,
+        check_critic,
         _prompts,
         _reward,
         _evaluation,
@@ -112,7 +116,7 @@ def _batches(config: Config) -> Iterator[Violation]:
             f"use a number that divides {samples}",
             (*sizes, "learner.optimizer_steps_per_rollout"),
         )
-    if rollout.samples_per_prompt == 1:
+    if rollout.samples_per_prompt == 1 and config.advantage.estimator == "grpo":
         yield Violation(
             "rollout.samples_per_prompt = 1 leaves advantage.estimator = grpo nothing to compare: "
             "every advantage is 0; use 2 or more",
@@ -166,9 +170,14 @@ def _transformer_fields(config: Config) -> Iterator[Violation]:
         yield Violation(text, ("learner.transformer_config",))
 
 
-def _schedule(config: Config) -> Iterator[Violation]:
+def _schedules(config: Config) -> Iterator[Violation]:
     """What falls has to fall, from above and after it has risen."""
-    optimizer, group = config.learner.optimizer, "learner.optimizer"
+    yield from _schedule(config.learner.optimizer, "learner.optimizer", config.decay_steps)
+    if config.has_critic:
+        yield from _schedule(config.critic.optimizer, "critic.optimizer", config.critic_decay_steps)
+
+
+def _schedule(optimizer: OptimizerConfig, group: str, last: int) -> Iterator[Violation]:
     if optimizer.schedule == "constant":
         for name in ("min_lr", "decay_steps"):
             if getattr(optimizer, name):
@@ -180,10 +189,10 @@ def _schedule(config: Config) -> Iterator[Violation]:
             f"{group}.min_lr = {optimizer.min_lr} is above {group}.lr = {optimizer.lr}; lower it",
             (f"{group}.min_lr", f"{group}.lr"),
         )
-    if config.decay_steps <= optimizer.warmup_steps:
+    if last <= optimizer.warmup_steps:
         whole = "" if optimizer.decay_steps else ", the whole run,"
         yield Violation(
-            f"{group}.schedule = {optimizer.schedule} ends at optimizer step {config.decay_steps}"
+            f"{group}.schedule = {optimizer.schedule} ends at optimizer step {last}"
             f"{whole} when {group}.warmup_steps = {optimizer.warmup_steps} are not over; lower "
             "them, or raise decay_steps",
             tuple(f"{group}.{name}" for name in ("decay_steps", "warmup_steps", "schedule")),

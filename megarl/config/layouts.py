@@ -95,6 +95,29 @@ def learner_layout(config: Config, shape: ModelShape) -> Layout:
     )
 
 
+def critic_shape(config: Config) -> ModelShape:
+    """The critic's layers. Raises ModelError where their checkpoint's config.json cannot be read.
+
+    Its output is of its own, so that its embedding is tied to nothing.
+    """
+    return replace(trained_shape(read_shape(config.critic_model)), tie_embeddings=False)
+
+
+def critic_layout(config: Config, shape: ModelShape) -> Layout:
+    """What each learner rank holds of the critic but for its output: no language model's head."""
+    layout = learner_layout(config, shape)
+    table = layout.table
+    *blocks, head = table.blocks
+    assert head.kind == "head", "a trained model without tied embeddings ends in its head"
+    kinds = {kind: parameters for kind, parameters in table.kinds.items() if kind != head.kind}
+    return replace(
+        layout,
+        kind=f"critic, {layout.kind}",
+        table=replace(table, blocks=tuple(blocks), kinds=kinds),
+        sites=tuple(site for site in layout.sites if site.block < len(blocks)),
+    )
+
+
 def learner_mesh(config: Config) -> LearnerMesh:
     """The learner's ranks."""
     parallel = config.learner.parallel

@@ -84,9 +84,9 @@ def data_hashes(config: Config) -> dict[str, str]:
     """
     function, _, _ = config.reward.function.rpartition(":")
     named = [config.prompts.path, config.eval.prompts, function]
-    model = Path(config.actor.model)
+    models = dict.fromkeys((Path(config.actor.model), Path(config.critic_model)))
     found = {path: _sha256(Path(path)) for path in named if path and Path(path).is_file()}
-    for path in sorted(model.iterdir()) if model.is_dir() else []:
+    for path in [path for model in models if model.is_dir() for path in sorted(model.iterdir())]:
         if path.suffix == ".safetensors":
             found[str(path)] = f"{path.stat().st_size} bytes"
         elif path.is_file():

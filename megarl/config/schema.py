@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from megarl.config.advantage import AdvantageConfig
+from megarl.config.critic import CriticConfig
 from megarl.config.group import (
     Group,
     NonNegative,
@@ -165,18 +167,12 @@ class KLConfig(Group):
     """Distance to the frozen reference policy."""
 
     coef: NonNegativeFloat = 0.0
-    """Weight of the KL term in the loss. 0 runs without a reference."""
+    """Weight of the KL term, in the loss or in rewards. 0 runs without a reference."""
+    where: Literal["loss", "reward"] = "loss"
+    """`loss`: a term of the policy loss, by `estimator`; `reward`: coef x (old log-prob - reference
+    log-prob) is taken off each token's reward, with `advantage.estimator = "gae"` only."""
     estimator: Literal["k3"] = "k3"
     """`k3`: exp(r - p) - (r - p) - 1 per token, unbiased and non-negative (Schulman 2020)."""
-
-
-class AdvantageConfig(Group):
-    """Stage d."""
-
-    estimator: Literal["grpo"] = "grpo"
-    """`grpo`: reward minus the group's mean, over its deviation where `normalize_std`."""
-    normalize_std: bool = True
-    """Divide by the group's standard deviation (unbiased, plus 1e-6)."""
 
 
 class CorrectionConfig(Group):
@@ -304,6 +300,7 @@ class Config(Group):
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     learner: LearnerConfig = LearnerConfig()
+    critic: CriticConfig = CriticConfig()
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -343,19 +340,42 @@ class Config(Group):
         return 0 if self.rollout.urls else self.rollout.servers
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return self.advantage.estimator == "gae"
+
+    @property
+    def critic_model(self) -> str:
+        """The checkpoint that the critic's layers begin as."""
+        return self.critic.model or self.actor.model
+
+    @property
     def num_optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run, as far as no batch is short of samples."""
-        learner = self.learner
-        steps = learner.epochs_per_rollout * learner.optimizer_steps_per_rollout
-        return self.loop.versions * steps
+        """The policy's in the whole run, as far as no batch is short of samples."""
+        alone = self.critic.warmup_versions if self.has_critic else 0
+        return max(0, self.loop.versions - alone) * self._steps_per_version
+
+    @property
+    def num_critic_steps(self) -> int:
+        """Those of the critic."""
+        return self.loop.versions * self._steps_per_version
+
+    @property
+    def _steps_per_version(self) -> int:
+        return self.learner.epochs_per_rollout * self.learner.optimizer_steps_per_rollout
 
     @property
     def decay_steps(self) -> int:
-        """The optimizer step at which the learning rate has come down to its least."""
+        """The optimizer step at which the policy's learning rate has come down to its least."""
         return self.learner.optimizer.decay_steps or self.num_optimizer_steps
+
+    @property
+    def critic_decay_steps(self) -> int:
+        """The same of the critic's learning rate."""
+        return self.critic.optimizer.decay_steps or self.num_critic_steps
 
     @property
     def worst_staleness_steps(self) -> int:
         """Optimizer steps between the weights that made a sample and the last step that uses it."""
-        steps = self.learner.epochs_per_rollout * self.learner.optimizer_steps_per_rollout
+        steps = self._steps_per_version
         return steps - 1 + steps * self.loop.max_staleness

@@ -34,7 +34,7 @@ def batch_metrics(groups: Sequence[Group], batch: Batch, config: Config) -> dict
     }
 
 
-SUMMED = frozenset({"optimizer/skipped_steps"})
+SUMMED = frozenset({"optimizer/skipped_steps", "value/skipped_steps"})
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -126,8 +126,8 @@ def _check(shape: ModelShape, path: Path, common: dict[str, Any]) -> None:
     if differing:
         name = differing[0]
         raise CheckpointError(
-            f"{path}: it is of a model with {name}={theirs.get(name)}, actor.model has {ours[name]}"
-            "; use the actor.model that this run began with, or another run.name"
+            f"{path}: it is of a model with {name}={theirs.get(name)}, this one has {ours[name]}; "
+            "use the actor.model and critic.model that this run began with, or another run.name"
         )
 
 

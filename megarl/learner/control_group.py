@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megarl.errors import LearnerError
+
+Result = TypeVar("Result")
 
 UNLIMITED = timedelta(days=3650)
 GRACE_S = 5.0  # a failed rank's wait for the others, who may wait for it in vain
@@ -100,6 +104,25 @@ class ControlGroup:
         dist.all_gather(records, record, group=self._group)
         texts = [record.numpy().tobytes().rstrip(b"\0") for record in records]
         return tuple(RankError(**json.loads(text)) for text in texts if text)
+
+
+def together(work: Callable[[], Result], device: torch.device) -> Result:
+    """`work()`, or an error on every rank where it fails on one: none waits in a collective.
+
+    Collective over all ranks, through `device`.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:  # noqa: BLE001  raised again below, after all ranks know
+        error = caught
+    failed = torch.tensor([float(error is not None)], device=device)
+    dist.all_reduce(failed)
+    if error is not None:
+        raise error
+    if failed.item() or result is None:
+        raise PeerLostError(f"{int(failed.item())} other learner ranks refused this verb")
+    return result
 
 
 def is_lost_peer(error: BaseException) -> bool:

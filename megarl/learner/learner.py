@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from megarl.config.fp8 import optimizer_fields, token_multiple
 from megarl.config.layouts import learner_layout, learner_mesh, trained_shape
 from megarl.config.schema import Config
 from megarl.learner import accelerators, distributed, fp8, shared_weights
-from megarl.learner.control_group import PeerLostError
+from megarl.learner.control_group import together
 from megarl.learner.loss import LossWeights
 from megarl.learner.packing import (
     Multiples,
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from megarl.weight_sync.modes import ModalSync
 
 log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 def _ignore(phase: str) -> None:
@@ -72,7 +70,7 @@ class Learner:
         self.layout = learner_layout(config, self.shape)
         self.ranks = self._join()
         # Megatron can be imported only now, with its CPU substitution in place.
-        from megarl.learner import model, offload, optimizer, passes, transformer
+        from megarl.learner import critic, model, offload, optimizer, passes, transformer
 
         mark("model")
         module = model.build_model(self.shape, config.learner, self.ranks, self.layout)
@@ -100,6 +98,8 @@ class Learner:
         self._old = KeptLogProbs()
         self._reference_logprobs = KeptLogProbs()
         self._reference = self._build_reference()
+        mark("critic")
+        self.critic = critic.Critic.build(config, self.ranks) if config.has_critic else None
         self._weight_sync: ModalSync | None = None
         if stored.num_mtp_layers and rank == 0:
             log.warning(
@@ -142,17 +142,20 @@ class Learner:
     def score(self, batch: Batch) -> dict[str, float]:
         """Forward passes over the whole batch before its first optimizer step.
 
-        Keeps the policy's own log-probs where `correction.old_logprobs` is "recomputed", and the
-        reference's where there is one. Returns the `mismatch/*` metrics, over all ranks, each
-        sample counted once. Raises ShapeError or DataError where a schedule or a group file does
-        not fit.
+        Keeps the policy's own log-probs where `correction.old_logprobs` is "recomputed", the
+        reference's where there is one, and a critic's values. Returns the `mismatch/*` metrics and
+        what the critic makes of the batch, over all ranks, each sample counted once. Raises
+        ShapeError or DataError where a schedule or a group file does not fit.
         """
         self._require("score")
         self._old.clear()
         self._reference_logprobs.clear()
         mismatch = Mismatch(self.ranks.device)
         keep_old = self.config.correction.old_logprobs == "recomputed"
-        for plan, counted in passes_needed(batch, keep_old or self._reference is not None):
+        keep = keep_old or self._reference is not None or self.critic is not None
+        if self.critic is not None:
+            self.critic.begin(batch)
+        for plan, counted in passes_needed(batch, keep):
             microbatches, length = self._pack(plan)
             self._mark("forward")
             scored = self._passes.forward_logprobs(self.policy, microbatches, length)
@@ -162,20 +165,37 @@ class Learner:
                 if self.ranks.reports:
                     mismatch.count(microbatch, logp_T, counted)
             if self._reference is not None:
-                self._score_reference(self._reference, microbatches, length)
+                self._mark("reference")
+                with self._reference.applied():
+                    scored = self._passes.forward_logprobs(self.policy, microbatches, length)
+                for microbatch, (logp_T, _) in zip(microbatches, scored, strict=False):
+                    self._reference_logprobs.keep(microbatch, logp_T)
+            if self.critic is not None:
+                self._mark("values")
+                self.critic.score(plan, microbatches, length, counted, self._scores)
         self._mark("metrics")
-        return mismatch.metrics()
+        made = self.critic.advantages.finish() if self.critic is not None else {}
+        return {**mismatch.metrics(), **made}
 
     def step(self, minibatch: MinibatchPlan) -> dict[str, float]:
         """One optimizer step on one minibatch; returns its `loss/*` and other metrics.
 
-        Where the step was skipped, those that are not finite are left out. Raises LearnerError, on
-        every rank and before the weights change, where a needed log-prob was not scored or too many
-        steps were skipped in a row; ShapeError and DataError as `score` does.
+        A critic's comes first, with `value/*`, and is the only one while it learns alone. Where a
+        step was skipped, what is not finite is left out. Raises LearnerError, on every rank and
+        before the weights change, where a needed log-prob was not scored or too many steps were
+        skipped in a row; ShapeError and DataError as `score` does.
         """
         self.state.require("step")
         microbatches, length = self._pack(minibatch)
-        scores = self._together(lambda: [self._scores(each) for each in microbatches])
+        scores = together(lambda: [self._scores(each) for each in microbatches], self.ranks.device)
+        of_critic: dict[str, float] = {}
+        if (critic := self.critic) is not None:
+            packed = microbatches
+            microbatches = together(lambda: critic.prepared(packed), self.ranks.device)
+            self._mark("critic")
+            of_critic = critic.step(microbatches, length, minibatch.num_loss_tokens)
+            if critic.learns_alone:
+                return of_critic
         self._mark("forward-backward")
         self.optimizer.clear()
         sums = self._passes.accumulate_gradients(
@@ -201,7 +221,7 @@ class Learner:
             metrics["kl/mean"] = kl
         if metrics["optimizer/skipped_steps"]:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return metrics
+        return {**metrics, **of_critic}
 
     def logprobs(
         self,
@@ -271,12 +291,16 @@ class Learner:
         return report or SyncReport(version, (), 0, 0, 0.0)
 
     def save(self, path: str, version: int) -> None:
-        """Write weights, optimizer and random state into folder `path`. See `checkpoint.save`."""
+        """Write weights, optimizer and random state into folder `path`; a critic's beside it.
+
+        See `checkpoint.save`.
+        """
         from megarl.learner import checkpoint
 
         self._require("save")
         self._mark("save")
-        checkpoint.save(self._training(), Path(path), version)
+        for training, folder in self._trainings(path):
+            checkpoint.save(training, folder, version)
 
     def load(self, path: str) -> int:
         """Continue from folder `path`; returns its policy version. See `checkpoint.load`."""
@@ -286,13 +310,19 @@ class Learner:
         self._mark("load")
         self._old.clear()
         self._reference_logprobs.clear()
-        self.version = checkpoint.load(self._training(), Path(path))
+        if self.critic is not None:
+            self.critic.advantages.clear()
+        for training, folder in self._trainings(path):
+            self.version = checkpoint.load(training, folder)
         return self.version
 
-    def _training(self) -> Training:
+    def _trainings(self, path: str) -> list[tuple[Training, Path]]:
+        """What a checkpoint is of, and the folder of each part."""
         from megarl.learner.checkpoint import Training
 
-        return Training(self.policy.model, self.optimizer, self.ranks, self.shape)
+        policy = Training(self.policy.model, self.optimizer, self.ranks, self.shape)
+        critics = [self.critic.training] if self.critic is not None else []
+        return [(policy, Path(path)), *((each, Path(f"{path}-critic")) for each in critics)]
 
     def offload(self, parts: Sequence[str]) -> None:
         """Take `parts` of the state off the device. See `offload.LearnerState`."""
@@ -326,6 +356,8 @@ class Learner:
         """See that what `verb` needs is here, and that the weights are whole."""
         self.state.require(verb)
         self.policy.model.gather_weights()
+        if self.critic is not None:
+            self.critic.model.model.gather_weights()
 
     @property
     def _loss_weights(self) -> LossWeights:
@@ -334,7 +366,7 @@ class Learner:
             clip_low=loss.clip_low,
             clip_high=loss.clip_high,
             entropy_coef=loss.entropy_coef,
-            kl_coef=self.config.kl.coef,
+            kl_coef=self.config.kl.coef if self.config.kl.where == "loss" else 0.0,
         )
 
     def _build_reference(self) -> ReferencePolicy | None:
@@ -346,15 +378,6 @@ class Learner:
         self._mark("reference")
         reference: ReferencePolicy = Reference(self.weights)
         return reference
-
-    def _score_reference(
-        self, reference: ReferencePolicy, microbatches: list[PackedMicrobatch], length: int
-    ) -> None:
-        self._mark("reference")
-        with reference.applied():
-            scored = self._passes.forward_logprobs(self.policy, microbatches, length)
-        for microbatch, (logp_T, _) in zip(microbatches, scored, strict=False):
-            self._reference_logprobs.keep(microbatch, logp_T)
 
     def _scores(self, microbatch: PackedMicrobatch) -> Scores:
         """What the loss compares with, on the device; nothing but on the last pipeline stage."""
@@ -371,19 +394,6 @@ class Learner:
         """This rank's microbatches of `plan`; fails on every rank where it fails on one."""
         self._mark("reading")
         check_plan(plan, self.ranks.mesh.dp)
-        return self._together(lambda: pack_minibatch(plan, self.ranks.dp_rank, self.multiples))
-
-    def _together(self, work: Callable[[], Result]) -> Result:
-        """`work()`, or an error on every rank where it fails on one: none waits in a collective."""
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as caught:  # noqa: BLE001  raised again below, after all ranks know
-            error = caught
-        failed = torch.tensor([float(error is not None)], device=self.ranks.device)
-        dist.all_reduce(failed)
-        if error is not None:
-            raise error
-        if failed.item() or result is None:
-            raise PeerLostError(f"{int(failed.item())} other learner ranks refused this verb")
-        return result
+        return together(
+            lambda: pack_minibatch(plan, self.ranks.dp_rank, self.multiples), self.ranks.device
+        )

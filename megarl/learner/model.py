@@ -7,7 +7,7 @@ or optimizers. Import it after `megatron_cpu.install()`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,23 @@ from megarl.reshard.layout import Layout
 from megarl.reshard.megatron import padded_vocab_size
 from megarl.reshard.plan import Move, make_plan
 
+HEAD = "output_layer."  # in its names in a GPTModel
 
-def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks, layout: Layout) -> Chunks:
+
+def build_model(
+    shape: ModelShape,
+    learner: LearnerConfig,
+    ranks: Ranks,
+    layout: Layout,
+    head: Callable[[Any], torch.nn.Module] | None = None,
+) -> Chunks:
     """This rank's GPTModels, each inside Megatron's DistributedDataParallel, all weights zero.
 
     `layout` is the learner's. Parameters of a model chunk live in one buffer for the distributed
     optimizer, those of experts in another. Gradients are summed over data- and context-parallel
-    ranks, in fp32. Raises ConfigError and LayoutError as `transformer_config` does, and LayoutError
-    where the model is not as laid out.
+    ranks, in fp32. `head` makes, of the TransformerConfig, an output layer in the place of the
+    vocabulary's, which is not in `layout`. Raises ConfigError and LayoutError as
+    `transformer_config` does, and LayoutError where the model is not as laid out.
     """
     config = transformer_config(shape, learner, ranks.device.type == "cpu")
     ddp = DistributedDataParallelConfig(
@@ -52,12 +61,10 @@ def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks, layout:
         overlap_param_gather=learner.parallel.overlap_param_gather,
         **buffer_fields(learner.precision),
     )
-    chunks = Chunks(
-        [
-            DistributedDataParallel(config, ddp, _chunk(shape, config, ranks, number))
-            for number in range(ranks.mesh.vpp)
-        ]
-    )
+    modules = [_chunk(shape, config, ranks, number) for number in range(ranks.mesh.vpp)]
+    if head is not None and ranks.is_last_stage:
+        modules[-1].output_layer = head(config).to(ranks.device)
+    chunks = Chunks([DistributedDataParallel(config, ddp, module) for module in modules])
     if ddp.overlap_grad_reduce:  # gradients are reduced with the last microbatch only
         pauses = [part.no_sync for part in chunks.parts]
         config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
@@ -66,7 +73,11 @@ def build_model(shape: ModelShape, learner: LearnerConfig, ranks: Ranks, layout:
         for tensor in held.values():
             tensor.zero_()
     expected = {tensor.name: tensor.shape for tensor in layout.rank(ranks.rank).tensors}
-    found = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    found = {
+        name: tuple(tensor.shape)
+        for name, tensor in held.items()
+        if head is None or HEAD not in name
+    }
     if found != expected:
         differing = sorted(set(found.items()) ^ set(expected.items()))
         raise LayoutError(

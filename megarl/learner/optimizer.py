@@ -37,12 +37,15 @@ class Optimizer:
         dtype: torch.dtype,
         decay_steps: int,
         fp8: Mapping[str, Any] | None = None,
+        name: str = "learner.optimizer",
     ) -> None:
         """`model` is the `Chunks` of this rank and holds its starting weights already.
 
         `decay_steps` is the optimizer step at which a schedule that falls has come down.
-        `fp8` are Megatron's fields for weights in FP8 (`config.fp8.optimizer_fields`).
+        `fp8` are Megatron's fields for weights in FP8 (`config.fp8.optimizer_fields`). `name` is
+        that of the settings.
         """
+        self._name = name
         self.megatron = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -79,7 +82,7 @@ class Optimizer:
         self._model = model
         if dist.get_rank() == 0:
             inner = type(self.megatron.chained_optimizers[0].optimizer)
-            log.info("optimizer class=%s.%s", inner.__module__, inner.__name__)
+            log.info("optimizer of=%s class=%s.%s", name, inner.__module__, inner.__name__)
 
     def clear(self) -> None:
         """Forget all gradients. Call before the first backward pass of a step."""
@@ -111,13 +114,14 @@ class Optimizer:
         if self._num_skipped > self._max_skipped:
             raise LearnerError(
                 f"the gradient norm is {norm}, for optimizer step {self._num_skipped} in a row, "
-                f"and learner.optimizer.max_skipped_steps = {self._max_skipped}; the weights were "
+                f"and {self._name}.max_skipped_steps = {self._max_skipped}; the weights were "
                 "not changed. Look at the loss and the log-prob mismatch of these steps; resume "
-                "from the last checkpoint with a lower learner.optimizer.lr"
+                f"from the last checkpoint with a lower {self._name}.lr"
             )
         if dist.get_rank() == 0:
             log.warning(
-                "optimizer step skipped grad_norm=%s in_a_row=%d of_at_most=%d",
+                "optimizer step skipped of=%s grad_norm=%s in_a_row=%d of_at_most=%d",
+                self._name,
                 norm,
                 self._num_skipped,
                 self._max_skipped,

@@ -26,8 +26,10 @@ from megarl.learner.distributed import Ranks
 from megarl.learner.head import Predictions, predict
 from megarl.learner.loss import LossWeights, policy_loss
 from megarl.learner.packing import PackedMicrobatch, aligned_length
+from megarl.learner.value_head import predict_values
+from megarl.learner.value_loss import value_loss
 
-Values = dict[str, Tensor]  # what `head.predict` makes
+Values = dict[str, Tensor]  # what `head.predict` or `value_head.predict_values` makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,9 @@ class Policy:
     vocab_size: int
     temperature: float
 
-    def predictions(self, part: PackedMicrobatch) -> Predictions:
+    processor = staticmethod(predict)
+
+    def asked(self, part: PackedMicrobatch) -> Predictions:
         """What the output layer is asked for: the part's loss tokens, and no others."""
         return Predictions.where(
             part.loss_mask_T,
@@ -50,6 +54,27 @@ class Policy:
             tp_rank=self.ranks.tp_rank,
             tp_group=self.ranks.tp_group,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ValueModel:
+    """The critic's model on this rank."""
+
+    model: Chunks
+    ranks: Ranks
+
+    processor = staticmethod(predict_values)
+
+    def asked(self, part: PackedMicrobatch) -> None:
+        """Nothing: its output layer is small, and runs on all tokens."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ValueTargets:
+    """What the critic's loss compares a microbatch's values with; on the last stage only."""
+
+    old_value_T: Tensor
+    return_T: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,29 +101,53 @@ def forward_logprobs(
     ) -> tuple[Tensor, Tensor]:
         return values["logp"], values["entropy"]
 
-    policy.model.train(False)
+    scored = _forward(policy, microbatches, length, collect)
+    return [(logp_T, entropy_T) for logp_T, entropy_T in scored]
+
+
+def forward_values(
+    critic: ValueModel, microbatches: Sequence[PackedMicrobatch], length: int
+) -> list[Tensor]:
+    """value_T of each microbatch, fp32 [T]; on the last pipeline stage, else empty.
+
+    At each token it is the value of the text that ends with it. Collective as `forward_logprobs`.
+    """
+
+    def collect(
+        part: PackedMicrobatch, _: int, values: Values, non_loss_data: bool = True
+    ) -> tuple[Tensor]:
+        return (values["value"],)
+
+    return [value_T for (value_T,) in _forward(critic, microbatches, length, collect)]
+
+
+def _forward(
+    network: Policy | ValueModel,
+    microbatches: Sequence[PackedMicrobatch],
+    length: int,
+    collect: Callable[..., tuple[Tensor, ...]],
+) -> list[tuple[Tensor, ...]]:
+    """What `collect` took of each microbatch's values, all of its tokens."""
+    network.model.train(False)
     with torch.no_grad():
-        scored = _run(policy, microbatches, length, collect, forward_only=True)
+        found = _run(network, microbatches, length, collect, forward_only=True)
         return [
-            _whole(policy.ranks, microbatch, *parts_C)
-            for microbatch, parts_C in zip(microbatches, scored, strict=False)
+            _whole(network.ranks, microbatch, *parts_C)
+            for microbatch, parts_C in zip(microbatches, found, strict=False)
         ]
 
 
-def _whole(
-    ranks: Ranks, microbatch: PackedMicrobatch, logp_C: Tensor, entropy_C: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Both [T], from all context-parallel ranks."""
+def _whole(ranks: Ranks, microbatch: PackedMicrobatch, *values_C: Tensor) -> tuple[Tensor, ...]:
+    """Each [T], from all context-parallel ranks."""
     size = ranks.mesh.cp
     if size == 1:
-        return logp_C, entropy_C
-    mine = torch.stack([logp_C, entropy_C], dim=1)
+        return values_C
+    mine = torch.stack(values_C, dim=1)
     parts = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(parts, mine, group=ranks.cp_group)
     places = [context_places(microbatch.cu_seqlens, size, rank) for rank in range(size)]
     back_T = torch.cat(places).argsort().to(mine.device)
-    logp_T, entropy_T = torch.cat(parts)[back_T].unbind(dim=1)
-    return logp_T, entropy_T
+    return torch.cat(parts)[back_T].unbind(dim=1)
 
 
 def accumulate_gradients(
@@ -136,18 +185,58 @@ def accumulate_gradients(
         tokens = torch.zeros((), dtype=torch.int, device=logp_C.device)
         return sums.total / num_loss_tokens, tokens, sums.stacked()
 
-    for part in policy.model.parts:
+    return _accumulate(policy, microbatches, length, loss, 5, all_reduce)
+
+
+def accumulate_value_gradients(
+    critic: ValueModel,
+    microbatches: Sequence[PackedMicrobatch],
+    length: int,
+    targets: Sequence[ValueTargets],
+    clip: float,
+    num_loss_tokens: int,
+    all_reduce: bool = False,
+) -> Tensor:
+    """As `accumulate_gradients`, of the critic's loss; returns `ValueSums.stacked`."""
+    ranks = critic.ranks
+
+    def loss(part: PackedMicrobatch, index: int, values: Values) -> tuple[Tensor, Tensor, Tensor]:
+        mine = context_places(part.cu_seqlens, ranks.mesh.cp, ranks.cp_rank)
+        sums = value_loss(
+            values["value"],
+            old_value_T=targets[index].old_value_T[mine],
+            return_T=targets[index].return_T[mine],
+            loss_mask_T=part.loss_mask_T,
+            clip=clip,
+        )
+        tokens = torch.zeros((), dtype=torch.int, device=sums.loss.device)
+        return sums.loss / num_loss_tokens, tokens, sums.stacked()
+
+    return _accumulate(critic, microbatches, length, loss, 2, all_reduce)
+
+
+def _accumulate(
+    network: Policy | ValueModel,
+    microbatches: Sequence[PackedMicrobatch],
+    length: int,
+    loss: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    num_sums: int,
+    all_reduce: bool,
+) -> Tensor:
+    """The sums that `loss` gives last, over all microbatches; its gradients are accumulated."""
+    ranks = network.ranks
+    for part in network.model.parts:
         part.force_all_reduce = all_reduce  # of what is reduced while gradients are computed
-    policy.model.train()
-    found = _run(policy, microbatches, length, loss, forward_only=False, all_reduce=all_reduce)
-    sums = sum(found, start=torch.zeros(5, dtype=torch.float64, device=ranks.device))
+    network.model.train()
+    found = _run(network, microbatches, length, loss, forward_only=False, all_reduce=all_reduce)
+    sums = sum(found, start=torch.zeros(num_sums, dtype=torch.float64, device=ranks.device))
     if ranks.mesh.cp > 1:
         dist.all_reduce(sums, group=ranks.cp_group)
     return sums
 
 
 def _run(
-    policy: Policy,
+    network: Policy | ValueModel,
     microbatches: Sequence[PackedMicrobatch],
     length: int,
     on_values: Callable[..., Any],
@@ -159,19 +248,19 @@ def _run(
     `length` is that of every microbatch where there is a pipeline, whose stages send fixed shapes.
     `on_values` is given the part of the microbatch that this rank computes.
     """
-    ranks, chunks = policy.ranks, policy.model.parts
+    ranks, chunks = network.ranks, network.model.parts
 
     def forward_step(iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
         index, microbatch = next(iterator)
         part = microbatch.part(ranks.mesh.cp, ranks.cp_rank)
-        asked = policy.predictions(part)
+        asked = network.asked(part)
         part = part.to(ranks.device)
         output = model(
             input_ids=part.tokens_T[None],
             position_ids=part.positions_T[None],
             attention_mask=None,
             packed_seq_params=_packed_params(part, len(microbatch.tokens_T)),
-            output_processor=predict,
+            output_processor=network.processor,
             output_processor_context=asked,
         )
         return output, partial(on_values, part, index)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.advantage.group import assign, group_advantages, is_degenerate, reward_metrics
-from megarl.config.schema import AdvantageConfig
+from megarl.config.advantage import AdvantageConfig
 from megarl.types import Group, Prompt, Reward, Sample
 
 GRPO = AdvantageConfig()
@@ -109,3 +109,8 @@ def test_shares_of_one_sample_and_one_group_are_whole(state: str) -> None:
 
 def test_shares_of_no_groups_are_zero() -> None:
     assert set(reward_metrics([]).values()) == {0.0} and len(reward_metrics([])) == 3
+
+
+def test_reward_is_what_tokens_advantages_are_made_of_under_gae() -> None:
+    given = advantages(scored(1.0, "failed", 0.25), AdvantageConfig(estimator="gae"))
+    assert given == [1.0, None, 0.25]

@@ -1,0 +1,161 @@
+"""The critic on one rank: a value model with an optimizer of its own, on the learner's ranks.
+
+Owns the order of its work: values before the first optimizer step on a batch, the advantages made
+of them, and its own steps. Mathematics is in `advantages`, `value_loss` and `passes`. Knows nothing
+of the policy. Import it after `megatron_cpu.install()`. T packed tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.actor.shape import ModelShape
+from megarl.config.fp8 import optimizer_fields
+from megarl.config.layouts import critic_layout, critic_shape
+from megarl.config.schema import Config
+from megarl.learner.advantages import TokenAdvantages
+from megarl.learner.checkpoint import Training
+from megarl.learner.distributed import Ranks
+from megarl.learner.model import build_model, load_checkpoint, named_weights
+from megarl.learner.optimizer import Optimizer
+from megarl.learner.packing import PackedMicrobatch
+from megarl.learner.passes import (
+    Scores,
+    ValueModel,
+    ValueTargets,
+    accumulate_value_gradients,
+    forward_values,
+)
+from megarl.learner.transformer import DTYPES
+from megarl.learner.value_head import ValueHead
+from megarl.types import Batch, MinibatchPlan
+
+
+@dataclass(eq=False)
+class Critic:
+    """One rank of the critic. Methods are collective over all ranks unless they say otherwise.
+
+    `learns_alone` says whether the policy waits while the critic learns from the present batch.
+    """
+
+    model: ValueModel
+    optimizer: Optimizer
+    shape: ModelShape
+    config: Config
+    advantages: TokenAdvantages
+    learns_alone: bool = field(default=False, init=False)
+
+    @classmethod
+    def build(cls, config: Config, ranks: Ranks) -> Critic:
+        """The critic with the layers of `critic.model`, and every value zero.
+
+        Raises as `build_model` and `load_checkpoint` do.
+        """
+        shape = critic_shape(config)
+        layout = critic_layout(config, shape)
+        module = build_model(shape, config.learner, ranks, layout, head=ValueHead)
+        weights = named_weights(module, shape, layout, ranks.rank)
+        load_checkpoint(config.critic_model, layout, ranks.rank, weights)
+        dtype = DTYPES[config.learner.precision.params]
+        optimizer = Optimizer(
+            module,
+            config.critic.optimizer,
+            dtype,
+            config.critic_decay_steps,
+            optimizer_fields(config.learner.precision),
+            "critic.optimizer",
+        )
+        advantages = TokenAdvantages(config.advantage, ranks.device)
+        return cls(ValueModel(module, ranks), optimizer, shape, config, advantages)
+
+    @property
+    def training(self) -> Training:
+        """What a checkpoint of it is of."""
+        return Training(self.model.model, self.optimizer, self.model.ranks, self.shape)
+
+    def begin(self, batch: Batch) -> None:
+        """Forget the batch before; `batch` is scored next. Not collective."""
+        self.advantages.clear()
+        self.learns_alone = batch.version < self.config.critic.warmup_versions
+
+    def score(
+        self,
+        plan: MinibatchPlan,
+        microbatches: Sequence[PackedMicrobatch],
+        length: int,
+        counted: Collection[str],
+        compared: Callable[[PackedMicrobatch], Scores],
+    ) -> None:
+        """Values and advantages of this rank's microbatches of `plan`.
+
+        Samples in `counted` are in the batch's statistics already. `compared` gives a microbatch's
+        old and reference log-probs, which tokens' rewards may depend on.
+        """
+        ranks = self.model.ranks
+        samples = {ref.sample_id: ref for refs in plan.schedule[ranks.dp_rank] for ref in refs}
+        found = forward_values(self.model, microbatches, length)
+        for microbatch, value_T in zip(microbatches, found, strict=False):
+            reward_T = self._rewards(compared(microbatch))
+            self.advantages.add(microbatch, value_T, reward_T, samples, counted, ranks.reports)
+
+    def prepared(self, microbatches: Sequence[PackedMicrobatch]) -> list[PackedMicrobatch]:
+        """The microbatches with their tokens' advantages, where this rank has a loss.
+
+        Not collective. Raises LearnerError where a sample was not scored.
+        """
+        if not self.model.ranks.is_last_stage:
+            return list(microbatches)
+        return [self.advantages.advantages(microbatch) for microbatch in microbatches]
+
+    def step(
+        self, microbatches: Sequence[PackedMicrobatch], length: int, num_loss_tokens: int
+    ) -> dict[str, float]:
+        """One optimizer step of the critic on a minibatch; returns its `value/*`.
+
+        Where the step was skipped, those that are not finite are left out. Raises LearnerError as
+        `Optimizer.step` does.
+        """
+        self.optimizer.clear()
+        sums = accumulate_value_gradients(
+            self.model,
+            microbatches,
+            length,
+            [self._targets(microbatch) for microbatch in microbatches],
+            self.config.critic.clip,
+            num_loss_tokens,
+        )
+        if not self.model.ranks.reports:
+            sums.zero_()
+        dist.all_reduce(sums)
+        loss, clipped = (sums / num_loss_tokens).tolist()
+        done = self.optimizer.step()
+        metrics = {
+            "value/loss": loss,
+            "value/clip_fraction": clipped,
+            **{f"value/{name.rpartition('/')[2]}": number for name, number in done.items()},
+        }
+        return {name: number for name, number in metrics.items() if math.isfinite(number)}
+
+    def _rewards(self, scores: Scores) -> Tensor | None:
+        """What each token is rewarded with besides the sample's reward, [T] on the CPU: its KL.
+
+        Source: Ouyang et al. 2022 (InstructGPT), eq. 2, by token as in Ziegler et al. 2019.
+        """
+        kl = self.config.kl
+        if kl.where == "loss" or scores.reference_logp_T is None:
+            return None
+        return -kl.coef * (scores.old_logp_T - scores.reference_logp_T).cpu()
+
+    def _targets(self, microbatch: PackedMicrobatch) -> ValueTargets:
+        device = self.model.ranks.device
+        if not self.model.ranks.is_last_stage:
+            empty = torch.empty(0, device=device)
+            return ValueTargets(empty, empty)
+        value_T, return_T = self.advantages.values(microbatch)
+        return ValueTargets(value_T.to(device), return_T.to(device))
