@@ -41,12 +41,6 @@ def check_critic(config: Config) -> Iterator[Violation]:
             f"{config.loop.versions} leaves the policy no version to learn in; lower it",
             ("critic.warmup_versions", "loop.versions"),
         )
-    if config.placement.mode == "colocated":
-        yield Violation(
-            "advantage.estimator = gae with placement.mode = colocated: the critic's state does "
-            "not leave its device as yet; use disaggregated, or grpo",
-            ("advantage.estimator", "placement.mode"),
-        )
     if not config.advantage.normalize_std:
         yield _needs("advantage.normalize_std", False, "grpo")
 

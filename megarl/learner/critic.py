@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from megarl.config.layouts import critic_layout, critic_shape
 from megarl.config.schema import Config
 from megarl.learner.advantages import TokenAdvantages
 from megarl.learner.checkpoint import Training
+from megarl.learner.chunks import Chunks
 from megarl.learner.distributed import Ranks
 from megarl.learner.model import build_model, load_checkpoint, named_weights
 from megarl.learner.optimizer import Optimizer
@@ -78,6 +80,11 @@ class Critic:
     def training(self) -> Training:
         """What a checkpoint of it is of."""
         return Training(self.model.model, self.optimizer, self.model.ranks, self.shape)
+
+    @property
+    def tensors(self) -> tuple[Chunks, Any]:
+        """What it keeps on the device: model and optimizer as `offload.LearnerState` has them."""
+        return self.model.model, self.optimizer.megatron
 
     def begin(self, batch: Batch) -> None:
         """Forget the batch before; `batch` is scored next. Not collective."""

@@ -93,13 +93,15 @@ class Learner:
             vocab_size=self.shape.vocab_size,
             temperature=config.rollout.sampling.temperature,
         )
-        self.state = offload.LearnerState(module, self.optimizer.megatron, self.ranks.device)
         self._passes = passes
         self._old = KeptLogProbs()
         self._reference_logprobs = KeptLogProbs()
         self._reference = self._build_reference()
         mark("critic")
         self.critic = critic.Critic.build(config, self.ranks) if config.has_critic else None
+        beside = None if self.critic is None else self.critic.tensors
+        megatron = self.optimizer.megatron
+        self.state = offload.LearnerState(module, megatron, self.ranks.device, beside)
         self._weight_sync: ModalSync | None = None
         if stored.num_mtp_layers and rank == 0:
             log.warning(
@@ -327,7 +329,7 @@ class Learner:
     def offload(self, parts: Sequence[str]) -> None:
         """Take `parts` of the state off the device. See `offload.LearnerState`."""
         self._mark("offload")
-        self.policy.model.gather_weights()
+        self.state.gather_weights()
         self.state.offload(parts)
 
     def onload(self, parts: Sequence[str]) -> None:
@@ -355,9 +357,7 @@ class Learner:
     def _require(self, verb: str) -> None:
         """See that what `verb` needs is here, and that the weights are whole."""
         self.state.require(verb)
-        self.policy.model.gather_weights()
-        if self.critic is not None:
-            self.critic.model.model.gather_weights()
+        self.state.gather_weights()
 
     @property
     def _loss_weights(self) -> LossWeights:

@@ -13,6 +13,7 @@ no views of the parameters any more, and a step would change nothing; and its co
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,17 +34,35 @@ class LearnerState:
 
     `model` is the `Chunks` of this rank, `optimizer` its ChainedOptimizer. `generation`
     counts how often the weights came back: what was exported of their memory before is stale.
+    `beside` is the same pair of a critic. Servers never want its weights, so that they are of the
+    part "optimizer", with which they are needed, but for `score`, which needs that part then too.
     """
 
-    def __init__(self, model: Any, optimizer: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        device: torch.device,
+        beside: tuple[Any, Any] | None = None,
+    ) -> None:
         self.generation = 0
         self._model, self._optimizer, self._device = model, optimizer, device
+        self._beside = beside
+        self._models = [model] if beside is None else [model, beside[0]]
         self._away: set[str] = set()
         self._stores = {"optimizer": HostStore(device), "weights": HostStore(device)}
 
+    def gather_weights(self) -> None:
+        """Have every rank hold all of its weights as the last steps made them."""
+        for model in self._models:
+            model.gather_weights()
+
     def require(self, verb: str) -> None:
         """Raise LearnerError, naming the parts, where `verb` needs some that are not here."""
-        missing = [part for part in VERBS[verb].needs if part in self._away]
+        needed = set(VERBS[verb].needs)
+        if verb == "score" and self._beside is not None:
+            needed.add("optimizer")
+        missing = [part for part in PARTS if part in needed & self._away]
         if missing:
             raise LearnerError(
                 f"{verb}: the learner's {' and '.join(missing)} {_are(missing)} offloaded; call "
@@ -61,7 +80,8 @@ class LearnerState:
         for part in parts:
             if part == "gradients":
                 with _quiet():
-                    self._model.offload_grad_buffers()
+                    for model in self._models:
+                        model.offload_grad_buffers()
             else:
                 self._stores[part].park(self._storages(part))
             self._away.add(part)
@@ -79,7 +99,8 @@ class LearnerState:
             try:
                 if part == "gradients":
                     with _quiet():
-                        self._model.restore_grad_buffers()
+                        for model in self._models:
+                            model.restore_grad_buffers()
                 else:
                     self._stores[part].unpark()
             except torch.OutOfMemoryError as error:
@@ -124,14 +145,18 @@ class LearnerState:
 
     def _storages(self, part: str) -> Iterator[UntypedStorage]:
         """Each storage of `part` once. fp32 shards of the optimizer are views of the weights."""
-        buffers = [*self._model.buffers, *self._model.expert_parallel_buffers]
         if part == "gradients":
-            return distinct_storages(buffer.grad_data for buffer in buffers)
+            buffers = [(*m.buffers, *m.expert_parallel_buffers) for m in self._models]
+            return distinct_storages(buffer.grad_data for each in buffers for buffer in each)
         weights = list(self._model.parameters())
         if part == "weights":
             return distinct_storages(weights)
         known = {identity(weight.untyped_storage()) for weight in weights}
-        storages = distinct_storages(_optimizer_tensors(self._optimizer))
+        tensors = [_optimizer_tensors(self._optimizer)]
+        if self._beside is not None:
+            model, optimizer = self._beside
+            tensors += [model.parameters(), _optimizer_tensors(optimizer)]
+        storages = distinct_storages(itertools.chain.from_iterable(tensors))
         return (
             storage
             for storage in storages

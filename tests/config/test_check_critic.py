@@ -51,10 +51,6 @@ def test_one_response_for_each_prompt_is_enough_with_a_critic(place) -> None:
             "critic.warmup_versions = 100 with loop.versions = 100 leaves the policy no version",
         ),
         (
-            "--advantage.estimator gae --placement.mode colocated",
-            "the critic's state does not leave its device as yet",
-        ),
-        (
             "--advantage.estimator gae --critic.optimizer.schedule linear "
             "--critic.optimizer.min_lr 1",
             "critic.optimizer.min_lr = 1.0 is above critic.optimizer.lr",

@@ -30,12 +30,18 @@ STEPS = 3
 def state_of(learner: Learner) -> dict[str, Tensor]:
     """Copies of the weights, and of masters and moments of this rank."""
     found = {name: weight.clone() for name, weight in learner.weights.items()}
-    for part in learner.optimizer.megatron.chained_optimizers:
+    optimizers = [learner.optimizer.megatron]
+    if learner.critic is not None:
+        named = learner.critic.model.model.named_parameters()
+        found |= {f"critic {name}": parameter.detach().clone() for name, parameter in named}
+        optimizers.append(learner.critic.optimizer.megatron)
+    parts = [part for optimizer in optimizers for part in optimizer.chained_optimizers]
+    for number, part in enumerate(parts):
         parameters = [p for group in part.optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
-            found[f"master {index}"] = parameter.detach().clone()
+            found[f"master {number} {index}"] = parameter.detach().clone()
             for name, value in part.optimizer.state[parameter].items():
-                found[f"{name} {index}"] = torch.as_tensor(value).clone()
+                found[f"{name} {number} {index}"] = torch.as_tensor(value).clone()
     return found
 
 

@@ -17,7 +17,8 @@ from tests.learner import random_model, recorded
 from tests.learner.parity import Case, Oracle
 from tests.learner.parity_cases import OVERLAPS, VPP2
 
-CASES = ("fp32", "bf16")  # in fp32 the optimizer's masters are views of the weights
+# In fp32 the optimizer's masters are views of the weights. The last has a critic.
+CASES = {"fp32": {}, "bf16": {}, "critic": {"advantage": {"estimator": "gae"}}}
 RANKS = range(4)
 
 
@@ -32,17 +33,18 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     vocab = random_model.CONFIG["vocab_size"]
     made = recorded.record(folder, vocab, lambda sample: [-math.log(vocab)] * 99)
     cases = []
-    for name in CASES:
+    for name, more in CASES.items():
         config = {
             "actor": {"model": str(folder / "model")},
             "learner": {
                 "parallel": {"tp": 2},
-                "precision": {"params": name},
+                "precision": {"params": "fp32" if name == "critic" else name},
                 "optimizer": {"lr": 1e-3, "warmup_steps": 2},
             },
             "kl": {"coef": 0.1},
             "placement": {"learner_gpus": 4},
             "weight_sync": {"shared_weights": False},
+            **more,
         }
         plan = recorded.plan([ref for _, ref in made], 2)
         cases.append({"name": name, "config": config, "plan": asdict(plan)})
@@ -132,6 +134,15 @@ def test_generation_of_the_weights_rises_each_time_they_come_back(
 ) -> None:
     once = 3 + 3 + 1 + 1  # steps, looks at checksums, a save, the end
     assert {rank["generation"] for rank in seen["fp32"]} == {once}
+
+
+def test_score_with_a_critic_names_the_part_that_has_its_weights(seen: Seen) -> None:
+    told = seen["critic"][0]["told"]["score"]
+    parts = ["optimizer", "weights"]
+    assert told == (
+        f"LearnerError: score: the learner's optimizer and weights are offloaded; call "
+        f"onload({parts}) first"
+    )
 
 
 def test_verbs_name_the_parts_that_are_away(seen: Seen) -> None:
