@@ -57,10 +57,12 @@ def gradients(learner: Learner, plan: MinibatchPlan) -> dict[str, Any]:
     return {name: parameter.main_grad.clone().numpy() for name, parameter in named}
 
 
-def steps(learner: Learner, plan: MinibatchPlan, first: int) -> list[dict[str, float]]:
-    """What two versions answered: score and step."""
+def steps(
+    learner: Learner, plan: MinibatchPlan, first: int, count: int = 2
+) -> list[dict[str, float]]:
+    """What so many versions answered: score and step."""
     found = []
-    for version in range(first, first + 2):
+    for version in range(first, first + count):
         found += [learner.score(Batch(version, (plan,), 0, 7)), learner.step(plan)]
     return found
 
@@ -86,8 +88,9 @@ def run_resume(learner: Learner, plan: MinibatchPlan, path: Path) -> dict[str, A
     except MegarlError as error:
         refused = str(error)
     before = {name: weight.clone() for name, weight in learner.weights.items()}
-    alone = steps(learner, plan, 0)
+    alone = steps(learner, plan, 0, 1)
     still = all(torch.equal(before[name], weight) for name, weight in learner.weights.items())
+    alone += steps(learner, plan, 1, 1)
     learner.save(str(path), 2)
     later = steps(learner, plan, 2)
     return {"refused": refused, "alone": alone, "still": still, "later": later}
@@ -111,6 +114,7 @@ def main() -> None:
                 answers = run_layout(learner, plan, path)
             if rank == 0:
                 path.with_suffix(".json").write_text(json.dumps(answers))
+            learner.close()
             stop()
 
 

@@ -205,12 +205,15 @@ def test_later_steps_are_the_same_in_every_layout(name: str, ran: Ran) -> None:
         if (each.model, each.kl_coef) == (case.model, case.kl_coef)
     )
     for found, wanted in zip(ran.answers(name)["later"], ran.answers(first)["later"], strict=True):
+        for each in (found, wanted):
+            each.pop("packing/efficiency", None)  # layouts pad otherwise
         assert found == pytest.approx(wanted, rel=2e-3, abs=1e-5)
 
 
 def test_critic_learns_alone_at_first(ran: Ran) -> None:
     answers = ran.answers("uninterrupted")
     scored, first, _, second = answers["alone"]
+    assert answers["still"], "the policy's weights changed"
     assert "loss/policy" not in first and "loss/policy" in second
     assert scored["value/explained_variance"] < 1
     assert first["value/lr"] == pytest.approx(5e-4) and second["value/lr"] == pytest.approx(1e-3)

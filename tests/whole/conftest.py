@@ -23,15 +23,19 @@ Rows = list[dict[str, Any]]
 
 
 class Run:
-    """One `megarl train` of the quickstart in a folder of its own, started as often as wanted."""
+    """One `megarl train` of an example in a folder of its own, started as often as wanted."""
 
-    def __init__(self, folder: Path, *settings: str) -> None:
-        self.dir = folder / "quickstart"
-        self._command = [sys.executable, "-m", "megarl", "train", str(QUICKSTART)]
+    def __init__(self, folder: Path, *settings: str, example: Path = QUICKSTART) -> None:
+        self.dir = folder / example.stem
+        self._command = [sys.executable, "-m", "megarl", "train", str(example)]
         self._command += ["--run.dir", str(folder), "--eval.max_prompts", "16", *settings]
         self._output = folder / "output.txt"
         self._temp = tempfile.mkdtemp(prefix="run")  # its path is short, as sockets need it
         self.process: subprocess.Popen[bytes] | None = None
+
+    def add(self, *settings: str) -> None:
+        """Have the next start take these settings too."""
+        self._command += settings
 
     def start(self) -> None:
         """Start, or continue, without waiting."""
@@ -118,10 +122,10 @@ def quickstart(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Makes runs; all of them are stopped at the end."""
     made: list[Run] = []
 
-    def make(*settings: str) -> Run:
+    def make(*settings: str, example: Path = QUICKSTART) -> Run:
         folder = tmp_path / f"runs{len(made)}"
         folder.mkdir()
-        made.append(Run(folder, *settings))
+        made.append(Run(folder, *settings, example=example))
         return made[-1]
 
     yield make
