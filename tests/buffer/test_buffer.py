@@ -123,6 +123,19 @@ def test_number_of_samples_left_out_is_logged_with_the_batch_they_miss(
     ]
 
 
+def test_samples_of_a_group_that_are_used_do_not_count_as_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    buffer, group = new_buffer(), one_group("a", [0, 0, 0, 0])
+    without = replace(group.samples[0], advantage=None)
+    buffer.add(replace(group, samples=(without, *group.samples[1:])), 0)
+    buffer.take(0)
+    assert caplog.messages == [
+        "samples left out version=0 left_out=1 overlong=0 truncated=0 used=3"
+    ]
+
+
 def test_sample_over_the_token_budget_is_an_error_unless_asked_otherwise() -> None:
     buffer = new_buffer(max_tokens_per_microbatch=3)
     buffer.add(one_group("a", [0]), 0)

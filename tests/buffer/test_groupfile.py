@@ -68,9 +68,16 @@ def test_other_safetensors_file_is_not_taken_for_a_group(tmp_path: Path) -> None
         read_group(tmp_path / "x.safetensors")
 
 
-def test_group_id_with_a_separator_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group_id", ["../escape", "z/a", "a/z", ""])
+def test_group_id_with_a_separator_is_refused(tmp_path: Path, group_id: str) -> None:
     with pytest.raises(DataError, match="file name"):
-        write_group(tmp_path, two_sample_group("../escape"))
+        write_group(tmp_path, two_sample_group(group_id))
+
+
+def test_sample_without_a_prompt_is_read_back(tmp_path: Path) -> None:
+    sample = Sample("s0", "g", "p", ()).extended([9], [-0.25], version=2)
+    read = read_group(write_group(tmp_path, Group("g", Prompt("p", (), "", ""), (sample,))))
+    assert (read.sample(0).tokens.tolist(), read.sample(0).prompt_length) == ([9], 0)
 
 
 def test_sample_with_parts_out_of_step_is_refused(tmp_path: Path) -> None:
