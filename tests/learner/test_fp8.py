@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from megarl.config.fp8_protocol import comparison_of, faults
+from megarl.config.precision import PrecisionConfig
+from megarl.errors import ConfigError
+from megarl.learner.agent import set_environment
 from tests.learner import random_model
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +147,22 @@ def test_ranks_agree_on_magnitudes_over_a_stage_or_over_a_replica_of_it(
     answers: dict[str, Any],
 ) -> None:
     assert answers["amax groups"] == {"replicas": [0, 1, 2, 3], "tensor": [0, 1]}
+
+
+def test_launcher_sets_what_transformer_engine_reads_and_overrides_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+    environ = {"PATH": os.environ["PATH"]}
+    monkeypatch.setattr(os, "environ", environ)
+    set_environment(1, PrecisionConfig())
+    assert name not in environ
+    set_environment(1, PrecisionConfig(fp8="e4m3"))
+    set_environment(1, PrecisionConfig(fp8="e4m3"))  # what it has set itself is no fault
+    assert environ[name] == "1"
+    environ[name] = "0"
+    with pytest.raises(ConfigError, match=f"{name} = '0' is set"):
+        set_environment(1, PrecisionConfig(fp8="e4m3"))
 
 
 def settings(folder: Path, more: str = "") -> str:
