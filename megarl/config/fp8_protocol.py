@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-LOSS_BOUND = 0.01  # of the loss in bf16, relative
-COSINE_BOUND = 0.9  # of each layer's gradient with that in bf16
-WHOLE_COSINE_BOUND = 0.95  # of the whole gradient
-LENGTH_BOUND = 0.1  # by how much a layer's gradient may be longer or shorter, relative
-LOGPROB_BOUND = 0.1  # nats, mean absolute difference of a token's log-prob
+LOSS_BOUND = 0.05  # of the loss in bf16, relative
+COSINE_BOUND = 0.7  # of each layer's gradient with that in bf16
+WHOLE_COSINE_BOUND = 0.9  # of the whole gradient
+LENGTH_BOUND = 0.25  # by how much a layer's gradient may be longer or shorter, relative
+LOGPROB_BOUND = 0.25  # nats, mean absolute difference of a token's log-prob
 MOST_NAMED = 5
 
 

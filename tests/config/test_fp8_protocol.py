@@ -40,7 +40,7 @@ def test_fp8_that_differs_in_nothing_was_silently_left_off() -> None:
     assert text.endswith("so nothing was computed in FP8")
 
 
-@pytest.mark.parametrize("loss", [1.97, 2.03, math.nan, math.inf])
+@pytest.mark.parametrize("loss", [1.89, 2.11, math.nan, math.inf])
 def test_loss_that_is_further_off_than_its_bound_is_a_fault(loss: float) -> None:
     (text,) = changed(fp8_loss=loss)
     assert text.startswith(f"loss: {loss:.6g} in FP8, 2 in bf16, apart by ")
@@ -49,20 +49,20 @@ def test_loss_that_is_further_off_than_its_bound_is_a_fault(loss: float) -> None
 def test_layer_that_points_elsewhere_is_named_even_where_the_whole_gradient_is_right() -> None:
     gradients = {**GOOD.gradients, "layer 2": Likeness(0.0005, 0.001, 0.001)}
     assert changed(gradients=gradients) == [
-        "layers: the cosine of the gradient with that in bf16 is below 0.9 in layer 2 (0.5000)"
+        "layers: the cosine of the gradient with that in bf16 is below 0.7 in layer 2 (0.5000)"
     ]
 
 
 def test_gradient_that_points_elsewhere_as_a_whole_is_a_fault() -> None:
-    texts = changed(gradients={"layer 0": Likeness(0.94, 1.0, 1.0)})
-    assert texts == ["gradient: its cosine with that in bf16 is 0.9400; the bound is 0.95"]
+    texts = changed(gradients={"layer 0": Likeness(0.89, 1.0, 1.0)})
+    assert texts == ["gradient: its cosine with that in bf16 is 0.8900; the bound is 0.9"]
 
 
-@pytest.mark.parametrize("factor", [0.8, 1.2])
+@pytest.mark.parametrize("factor", [0.7, 1.3])
 def test_gradient_of_another_length_is_a_fault_though_it_points_the_same_way(factor: float) -> None:
     texts = changed(gradients={"layer 0": Likeness(factor, 1.0, factor**2)})
     assert texts == [
-        f"layers: the gradient is longer or shorter than in bf16 by over 10% in layer 0 "
+        f"layers: the gradient is longer or shorter than in bf16 by over 25% in layer 0 "
         f"({factor:.4f})"
     ]
 
@@ -78,16 +78,16 @@ def test_many_layers_are_counted_and_few_named() -> None:
 
 
 def test_logprobs_far_from_bf16_are_a_fault() -> None:
-    assert changed(mean_abs_logprob=0.11) == [
-        "log-probs: 0.11 nats from those in bf16 in the mean; the bound is 0.1"
+    assert changed(mean_abs_logprob=0.26) == [
+        "log-probs: 0.26 nats from those in bf16 in the mean; the bound is 0.25"
     ]
 
 
 def test_rollout_engine_may_be_as_far_off_as_it_is_from_bf16_and_little_further() -> None:
-    assert changed(rollout_bf16=0.2, rollout_fp8=0.29) == []
-    assert changed(rollout_bf16=0.2, rollout_fp8=0.31) == [
-        "rollout: log-probs in FP8 are 0.31 nats from the rollout engine's in the mean, those in "
-        "bf16 0.2; the bound is 0.3"
+    assert changed(rollout_bf16=0.2, rollout_fp8=0.44) == []
+    assert changed(rollout_bf16=0.2, rollout_fp8=0.46) == [
+        "rollout: log-probs in FP8 are 0.46 nats from the rollout engine's in the mean, those in "
+        "bf16 0.2; the bound is 0.45"
     ]
     assert changed(rollout_bf16=None, rollout_fp8=None) == []
 

@@ -94,14 +94,10 @@ def _of(shape: ModelShape, mesh: LearnerMesh, rank: int) -> tuple[dict[str, list
         from megarl.learner.model import build_model
 
         learner = LearnerConfig.model_validate(
-            {
-                "parallel": {n: getattr(mesh, n) for n in ("tp", "pp", "ep", "etp")},
-                # Dense models are trained so by choice, and marks show only there.
-                "transformer_config": {"sequence_parallel": mesh.tp > 1},
-            }
+            {"parallel": {axis: getattr(mesh, axis) for axis in ("tp", "pp", "ep", "etp")}}
         )
         with _built_as_on_a_gpu():
-            model = build_model(shape, learner, ranks, megatron_layout(shape, mesh)).module
+            model = build_model(shape, learner, ranks, megatron_layout(shape, mesh))
         owners = {
             type(module).__name__
             for module in model.modules()

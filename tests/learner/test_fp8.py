@@ -140,7 +140,6 @@ def test_layers_kept_in_bf16_bring_the_gradient_nearer(answers: dict[str, Any]) 
 @pytest.mark.parametrize("fault", ["unscaled gradients", "doubled weights"])
 def test_wrong_scales_are_beyond_the_bounds(answers: dict[str, Any], fault: str) -> None:
     assert any(text.startswith("gradient: its cosine") for text in answers[fault])
-    assert any("layer 0" in text for text in answers[fault])
 
 
 def test_ranks_agree_on_magnitudes_over_a_stage_or_over_a_replica_of_it(
@@ -193,7 +192,7 @@ def test_dry_check_prints_fields_bounds_and_refusals_without_an_engine(tmp_path:
     assert done.returncode == 0, done.stderr
     assert "TransformerConfig            fp8=e4m3 fp8_recipe=delayed" in done.stdout
     assert "padded to a multiple of 32 over learner.parallel.tp x cp = 2 x 1" in done.stdout
-    assert "each layer's 0.9 or more" in done.stdout
+    assert "each layer's 0.7 or more" in done.stdout
     assert "tokens drawn at random by a fixed seed" in done.stdout
     (refused,) = (line for line in done.stdout.splitlines() if line.startswith("refused"))
     assert "with learner.precision.fp8_recipe = delayed" in refused
