@@ -205,6 +205,7 @@ class Comparison:
         learner["transformer_config"] = {k: v for k, v in fields.items() if k not in COUNTED_ENDS}
         config["actor"]["model"] = str(self._folder / "model")
         config["kl"]["coef"] = 0.0
+        config["advantage"]["estimator"] = "grpo"  # of the policy: no critic is built
         config["placement"] |= {"mode": "disaggregated", "learner_gpus": sizes.ranks}
         config["weight_sync"]["shared_weights"] = False
         checked = Config.model_validate(config)
