@@ -24,6 +24,7 @@ from megarl.config.check_model import (
     longest_sample,
 )
 from megarl.config.check_parallel import check_ranks, check_runnable, check_servers
+from megarl.config.check_recompute import check_recompute, check_recompute_shape
 from megarl.config.check_servers import check_sync, check_urls
 from megarl.config.layouts import learner_layout, trained_shape
 from megarl.config.optimizer import OptimizerConfig
@@ -56,6 +57,7 @@ def check_config(config: Config) -> list[Violation]:
     if shape is not None and not untrained:
         found += check_shape(config, shape)
         found += check_fp8_shape(config, shape)
+        found += check_recompute_shape(config, shape)
         found += [] if found else _laid_out(config, shape)
         found += check_critic_model(config, shape)
     found += check_servers(config, None if untrained else shape)
@@ -88,6 +90,7 @@ def check_settings(config: Config) -> list[Violation]:
         _schedules,
         check_fp8,
         check_critic,
+        check_recompute,
         _prompts,
         _reward,
         _evaluation,

@@ -28,6 +28,7 @@ from megarl.config.parallel import (
     RolloutPrecisionConfig,
 )
 from megarl.config.precision import PrecisionConfig
+from megarl.config.recompute import RecomputeConfig
 from megarl.config.weight_sync import WeightSyncConfig
 
 
@@ -142,6 +143,7 @@ class LearnerConfig(Group):
     advantage; or it is left out (`filter`). Both are counted."""
     parallel: LearnerParallelConfig = LearnerParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     transformer_config: dict[str, int | float | str | bool] = {}
     """Fields of Megatron's TransformerConfig that megarl does not model; unknown ones are

@@ -41,6 +41,9 @@ SET_BY = {
     "bf16": "learner.precision.params",
     "fp16": "learner.precision.params",
     "use_cpu_initialization": "launch.device",
+    "recompute_granularity": "learner.recompute.granularity",
+    "recompute_method": "learner.recompute.method",
+    "recompute_num_layers": "learner.recompute.num_layers",
     "fp8": "learner.precision.fp8",
     "fp8_recipe": "learner.precision.fp8_recipe",
     "fp8_param": "learner.precision.fp8_param",
@@ -93,10 +96,10 @@ def known_fields() -> tuple[str, Mapping[str, tuple[str, ...]]]:
 def field_violations(given: Mapping[str, int | float | str | bool]) -> list[str]:
     """What is wrong with the fields, one text each; empty where Megatron can be asked for them.
 
-    >>> field_violations({"recompute_granularity": "full", "recompute_num_layers": 1})
+    >>> field_violations({"moe_permute_fusion": True, "moe_shared_expert_overlap": False})
     []
-    >>> field_violations({"recompute_granularty": "full"})[0].partition("; ")[2]
-    'the nearest is recompute_granularity'
+    >>> field_violations({"moe_permute_fusoin": True})[0].partition("; ")[2]
+    'the nearest is moe_permute_fusion'
     """
     version, fields = known_fields()
     found = []

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megarl.actor.shape import LatentAttention, MixtureOfExperts, ModelShape, Yarn
 from megarl.config.fp8 import transformer_fields
+from megarl.config.recompute import recompute_fields
 from megarl.config.schema import LearnerConfig
 from megarl.config.transformer_fields import field_violations
 from megarl.errors import ConfigError
@@ -114,6 +115,7 @@ def _settings(shape: ModelShape, learner: LearnerConfig, on_cpu: bool) -> dict[s
         "perform_initialization": False,  # every element comes from the checkpoint
         "calculate_per_token_loss": True,  # gradients are summed over ranks, never averaged
         "finalize_model_grads_func": sum_gradients,
+        **recompute_fields(learner.recompute),
         **transformer_fields(learner.precision),
     }
 

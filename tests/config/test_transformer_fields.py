@@ -36,17 +36,17 @@ def test_fields_that_megarl_sets_exist_in_the_engine() -> None:
 
 
 def test_fields_are_refused_by_name_and_by_kind() -> None:
-    given = {"tensor_model_parallel_size": 2, "num_layers": 3, "recompute_num_layers": "two"}
+    given = {"tensor_model_parallel_size": 2, "num_layers": 3, "mlp_chunks_for_training": "two"}
     assert field_violations(given) == [
         "learner.transformer_config.tensor_model_parallel_size: megarl sets it; use "
         "learner.parallel.tp",
         "learner.transformer_config.num_layers: megarl sets it from the model's config.json; "
         "remove it",
-        "learner.transformer_config.recompute_num_layers = 'two': expected integer",
+        "learner.transformer_config.mlp_chunks_for_training = 'two': expected integer",
     ]
 
 
 def test_unknown_field_in_a_configuration_is_named_with_the_nearest(place) -> None:
-    assert "the nearest is recompute_method" in place.violation(
-        "--learner.transformer_config.recompute_metod", "uniform"
+    assert "the nearest is moe_permute_fusion" in place.violation(
+        "--learner.transformer_config.moe_permute_fusoin", "true"
     )

@@ -1,0 +1,113 @@
+"""One rank of the memory tests: learners of one model and mesh, each recomputing other activations.
+
+Reads FOLDER/cases.json; each rank writes to FOLDER/CASE.RANK.json how far its gradients are from
+those of the first of its variants, and the bytes that were found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.config.schema import Config
+from megarl.learner.distributed import stop
+from megarl.learner.learner import Learner
+from megarl.learner.loss import LossWeights
+from tests.learner.parity_ranks import gradients, plan_of
+
+
+class _Kept:
+    """What autograd holds in place of a tensor; `live` knows it as long as it is held."""
+
+    def __init__(self, tensor: Tensor, live: dict[int, Tensor]) -> None:
+        self.tensor, self._live = tensor, live
+        live[id(self)] = tensor
+
+    def __del__(self) -> None:
+        self._live.pop(id(self), None)
+
+
+class SavedBytes:
+    """While open, the most bytes that tensors saved for backward have, weights left out.
+
+    Each storage counts once, and as large as it is when it is looked at.
+    """
+
+    def __init__(self, without: list[Tensor]) -> None:
+        self._without = {tensor.untyped_storage()._cdata for tensor in without}
+        self._live: dict[int, Tensor] = {}
+        self.most = 0
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+
+    def _keep(self, tensor: Tensor) -> _Kept:
+        kept = _Kept(tensor, self._live)
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._live.values()}
+        for weight in self._without & set(storages):
+            del storages[weight]
+        self.most = max(self.most, sum(storage.nbytes() for storage in storages.values()))
+        return kept
+
+
+def state_bytes(learner: Learner) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state of this rank, as torch holds them."""
+    learner.offload(["optimizer"])  # after a step, so that moments are made
+    parked = learner.state._stores["optimizer"]._parked
+    optimizer = sum(one.num_bytes for one in parked)
+    learner.onload(["optimizer"])
+    model = learner.policy.model
+    buffers = [*model.buffers, *model.expert_parallel_buffers]
+    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in model.parameters()}
+    return {
+        "weights": sum(held.values()),
+        "gradients": sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers),
+        "optimizer": optimizer,
+    }
+
+
+def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
+    """Every variant of a case, against its first."""
+    expected: dict[str, np.ndarray] = {}
+    found: dict[str, Any] = {}
+    for name, config in case["variants"].items():
+        store = f"file://{folder / (case['name'] + '.' + name + '.store')}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=case["world_size"])
+        learner = Learner(Config.model_validate(config), folder)
+        plan, weights = plan_of(case["plan"]), LossWeights(**case["weights"])
+        with SavedBytes(list(learner.weights.values())) as saved:
+            grads = gradients(learner, plan, weights)
+        expected = expected or grads
+        size = sum(float(np.linalg.norm(each)) for each in expected.values())
+        off = max(float(np.abs(grads[each] - expected[each]).max()) for each in expected)
+        found[name] = {"off": off / size, "size": size, "saved": saved.most}
+        learner.step(plan)
+        found[name] |= {"state": state_bytes(learner), "memory": learner.memory()}
+        stop()
+    (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    """Run every case whose mesh has this rank."""
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    for case in json.loads((folder / "cases.json").read_text()):
+        if rank < case["world_size"]:
+            run_case(case, folder, rank)
+
+
+if __name__ == "__main__":
+    main()
