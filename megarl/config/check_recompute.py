@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.actor.shape import ModelShape
+from megarl.config.check_model import uses_cpu
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config
 from megarl.config.violation import Violation
@@ -17,6 +18,7 @@ GRANULARITY = f"{GROUP}.granularity"
 MODULES = f"{GROUP}.modules"
 OFFLOADS = ("cpu_offloading", "fine_grained_activation_offloading")
 USED_BY = {"method": "full", "num_layers": "full", "modules": "selective"}
+ENGINE_ONLY = ("layernorm", "moe_act")
 INSIDE_MOE = ("moe_act", "shared_experts")
 
 
@@ -59,6 +61,14 @@ def _modules(config: Config) -> Iterator[Violation]:
                 f"{MODULES}: moe recomputes {' and '.join(twice)} too, inside it; leave one out",
                 (MODULES,),
             )
+    lacking = [name for name in ENGINE_ONLY if name in modules]
+    if lacking and uses_cpu(config):
+        yield Violation(
+            f"{MODULES}: {' and '.join(lacking)} on a CPU: Megatron recomputes them with functions "
+            "of Transformer Engine (CheckpointWithoutOutput), which needs CUDA; leave them out, or "
+            f"use {GRANULARITY} = full",
+            (MODULES, "launch.device"),
+        )
     delayed = [name for name in ("layernorm", "moe_act") if name in modules]
     precision = config.learner.precision
     if delayed and precision.uses_fp8 and precision.fp8_recipe == "delayed":

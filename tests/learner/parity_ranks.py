@@ -79,10 +79,11 @@ def variants(
     found = {name: gradients(learner, plan_of(p), weights) for name, p in case["variants"].items()}
     plan = plan_of(case["plan"])
     found["NaN off the mask"] = gradients(learner, plan, weights, planted=math.nan)
-    return {name: max(_off(each, expected).values()) for name, each in found.items()}
+    return {name: max(off_by(each, expected).values()) for name, each in found.items()}
 
 
-def _off(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
+def off_by(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    """The relative L2 of each gradient tensor's difference."""
     sizes = {name: float(np.linalg.norm(each)) for name, each in expected.items()}
     return {
         name: float(np.linalg.norm(found[name] - each)) / sizes[name] if sizes[name] else 0.0

