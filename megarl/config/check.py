@@ -25,6 +25,7 @@ from megarl.config.check_model import (
 )
 from megarl.config.check_parallel import check_ranks, check_runnable, check_servers
 from megarl.config.check_recompute import check_recompute, check_recompute_shape
+from megarl.config.check_reference import check_reference, check_reference_shape
 from megarl.config.check_servers import check_sync, check_urls
 from megarl.config.layouts import learner_layout, trained_shape
 from megarl.config.optimizer import OptimizerConfig
@@ -58,6 +59,7 @@ def check_config(config: Config) -> list[Violation]:
         found += check_shape(config, shape)
         found += check_fp8_shape(config, shape)
         found += check_recompute_shape(config, shape)
+        found += check_reference_shape(config, shape)
         found += [] if found else _laid_out(config, shape)
         found += check_critic_model(config, shape)
     found += check_servers(config, None if untrained else shape)
@@ -91,6 +93,7 @@ def check_settings(config: Config) -> list[Violation]:
         check_fp8,
         check_critic,
         check_recompute,
+        check_reference,
         _prompts,
         _reward,
         _evaluation,

@@ -25,7 +25,14 @@ from megarl.config.violation import Violation
 from megarl.errors import ConfigError
 
 # Settings that hold a path; `reward.function` holds `path:name`.
-PATHS = ("actor.model", "critic.model", "prompts.path", "eval.prompts", "reward.function")
+PATHS = (
+    "actor.model",
+    "critic.model",
+    "reference.model",
+    "prompts.path",
+    "eval.prompts",
+    "reward.function",
+)
 
 
 Check = Callable[[Config], list[Violation]]

@@ -84,7 +84,9 @@ def data_hashes(config: Config) -> dict[str, str]:
     """
     function, _, _ = config.reward.function.rpartition(":")
     named = [config.prompts.path, config.eval.prompts, function]
-    models = dict.fromkeys((Path(config.actor.model), Path(config.critic_model)))
+    reference = config.reference.model or config.actor.model
+    names = (config.actor.model, config.critic_model, reference)
+    models = dict.fromkeys(Path(name) for name in names)
     found = {path: _sha256(Path(path)) for path in named if path and Path(path).is_file()}
     for path in [path for model in models if model.is_dir() for path in sorted(model.iterdir())]:
         if path.suffix == ".safetensors":

@@ -29,6 +29,7 @@ from megarl.config.parallel import (
 )
 from megarl.config.precision import PrecisionConfig
 from megarl.config.recompute import RecomputeConfig
+from megarl.config.reference import ReferenceConfig
 from megarl.config.weight_sync import WeightSyncConfig
 
 
@@ -305,6 +306,7 @@ class Config(Group):
     critic: CriticConfig = CriticConfig()
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     correction: CorrectionConfig = CorrectionConfig()
     loop: LoopConfig = LoopConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()

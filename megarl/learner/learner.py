@@ -370,14 +370,13 @@ class Learner:
         )
 
     def _build_reference(self) -> ReferencePolicy | None:
-        """The frozen copy of the weights as they are now, where the KL term has a weight."""
+        """The frozen model, where the KL term has a weight: the weights as they are, or others."""
         if self.config.kl.coef == 0:
             return None
-        from megarl.reference.reference import Reference
+        from megarl.learner.reference import build_reference
 
         self._mark("reference")
-        reference: ReferencePolicy = Reference(self.weights)
-        return reference
+        return build_reference(self.config, self.layout, self.ranks, self.weights)
 
     def _scores(self, microbatch: PackedMicrobatch) -> Scores:
         """What the loss compares with, on the device; nothing but on the last pipeline stage."""
