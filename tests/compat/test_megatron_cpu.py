@@ -84,7 +84,7 @@ megatron_cpu.install()
 megatron_cpu.install()  # a second time does nothing
 from megatron.core.packed_seq_params import PackedSeqParams
 from megarl.compat.megatron_parts import CoreAttention
-one = types.SimpleNamespace(size=lambda: 1)
+one = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 attention = CoreAttention(pg_collection=types.SimpleNamespace(cp=one))
 torch.manual_seed(0)
 q, k, v = torch.randn(19, 4, 8), torch.randn(19, 2, 8), torch.randn(19, 2, 8)

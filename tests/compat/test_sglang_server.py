@@ -18,6 +18,7 @@ from megarl.compat import (
     sglang_float8,
     sglang_fork,
     sglang_latent_attention,
+    sglang_paused,
 )
 
 # What multiprocessing does in each process that SGLang spawns, then what a scheduler imports.
@@ -80,6 +81,7 @@ def test_cures_of_model_families_wait_in_cpu_servers_only() -> None:
         sglang_expert_parallel,
         sglang_fork,
         sglang_latent_attention,
+        sglang_paused,
     )
     modules = [cure.MODULE for cure in cures]
     modules += [sglang_float8.QUANTIZATION, sglang_float8.LATENT]

@@ -21,10 +21,15 @@ NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 ENTRIES = st.dictionaries(TEXT, st.one_of(TEXT, st.booleans(), st.integers(-9, 9), NUMBERS))
 
 
+PATHS = ("actor.model", "critic.model", "reference.model", "prompts.path", "eval.prompts")
+
+
 def values(setting: Setting) -> st.SearchStrategy[object]:
     """Values that the setting takes."""
-    if setting.name in ("actor.model", "prompts.path", "eval.prompts"):
+    if setting.name in PATHS:
         return st.just('/a folder/with "quotes" and \\ in it')
+    if setting.name == "learner.recompute.modules":
+        return st.just(["core_attn", "mlp"])
     if setting.name == "reward.function":
         return st.sampled_from(["", "/scores.py:score"])
     match setting.kind:

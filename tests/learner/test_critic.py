@@ -24,6 +24,8 @@ from megarl.reshard.layout import local_box
 from tests.learner import recorded
 from tests.learner.critic_oracle import CLIP, GAMMA, LAMBDA, POLICY_CLIP, Gradients, Oracle
 
+ROOT = Path(__file__).parents[2]
+
 MODELS = {"qwen3": False, "llama": True}  # family: tied embeddings
 
 
@@ -109,7 +111,7 @@ class Ran:
             text=True,
             check=False,
             timeout=500,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
         assert done.returncode == 0, done.stderr[-20000:]
 

@@ -15,6 +15,8 @@ import pytest
 from tests.learner import recorded
 from tests.learner.parity import WEIGHTS, Case, Oracle
 
+ROOT = Path(__file__).parents[2]
+
 FULL = {"granularity": "full"}
 DENSE = {
     "none": {},
@@ -76,7 +78,7 @@ class Seen:
             text=True,
             check=False,
             timeout=560,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
         assert done.returncode == 0, done.stderr[-6000:]
         self._folder = folder
