@@ -80,14 +80,14 @@ def save_all(folder: Path) -> None:
             named[name].copy_(torch.from_numpy(array))
         out = folder / str(number)
         if not case.metadata:
-            optimizer = Optimizer(built, learner.optimizer, torch.bfloat16)
+            optimizer = Optimizer(built, learner.optimizer, torch.bfloat16, decay_steps=1)
             saved = checkpoint.Training(built, optimizer, ranks, case.shape)
             checkpoint.save(saved, out, version=1)
             continue
         if ranks.rank == 0:
             out.mkdir()
         torch.distributed.barrier()
-        state = built.module.sharded_state_dict(metadata=content() | case.metadata)
+        state = built.sharded_state_dict(content() | case.metadata)
         dist_checkpointing.save({"model": state}, str(out), content_metadata=content())
 
 
