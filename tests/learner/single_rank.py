@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.numpy import load_file, save_file
 
 from megarl.config.schema import Config, LearnerConfig
 from megarl.config.transformer_fields import field_violations
 from megarl.errors import MegarlError
 from megarl.learner.learner import Learner
 from megarl.learner.loss import LossWeights
+from megarl.learner.scoring import KeptLogProbs
 from megarl.types import Batch, MinibatchPlan
 from tests.learner import recorded, tiny_models
 from tests.learner.parity_ranks import gradients
@@ -282,6 +285,48 @@ def in_shared_memory(plan: MinibatchPlan) -> dict[str, Any]:
     return {**seen, "same": metrics == again and torch.equal(first, second)}
 
 
+def of_another_checkpoint(plan: MinibatchPlan) -> dict[str, Any]:
+    """The log-probs of a reference of another checkpoint against those of that policy itself.
+
+    `policy`: kept as it is; `fp8`: in float8. Of each, the largest difference, and whether the
+    policy's weights and its step are as they are without scoring.
+    """
+    other = FOLDER / "other"
+    shutil.copytree(MODEL, other)
+    stored = load_file(other / "model.safetensors")
+    turned = {
+        name: array[::-1].copy() if array.ndim > 1 else array for name, array in stored.items()
+    }
+    save_file(turned, other / "model.safetensors", {"format": "pt"})
+
+    def made(actor: str, **groups: Any) -> Learner:
+        given = {"actor": {"model": actor}, "learner": {"precision": {"params": "fp32"}}, **groups}
+        return Learner(Config.model_validate(given), FOLDER)
+
+    def kept(of: KeptLogProbs) -> torch.Tensor:
+        return torch.cat([of._by_sample[key] for key in sorted(of._by_sample)])
+
+    batch = Batch(0, (plan,), 0, 7)
+    private = {"weight_sync": {"shared_weights": False}}
+    itself = made(str(other), correction={"old_logprobs": "recomputed"}, **private)
+    itself.score(batch)
+    found = {}
+    for storage in ("policy", "fp8"):
+        reference = {"model": str(other), "storage": storage}
+        is_shared = {"weight_sync": {"shared_weights": storage == "fp8"}}
+        one = made(MODEL, kl={"coef": 0.1}, reference=reference, **is_shared)
+        before = weights(one)
+        one.score(batch)
+        off = kept(one._reference_logprobs) - kept(itself._old)
+        found[storage] = {"off": float(off.abs().max()), "stays": same((before, weights(one)))}
+        found[storage]["bytes"] = one._reference.num_bytes  # type: ignore[union-attr]
+        found[storage]["error"] = one._reference.quantization_error  # type: ignore[union-attr]
+        found[storage]["is shared"] = one.shared_memory is not None
+        found[storage]["kl"] = one.step(plan)["kl/mean"]
+        one.close()
+    return found
+
+
 def main() -> None:
     """Everything, in one process."""
     torch.set_num_threads(1)
@@ -315,6 +360,7 @@ def main() -> None:
         "heads": gradients_of_heads(plan),
         "bf16": in_bf16(plan, sequences),
         "shared": in_shared_memory(plan),
+        "reference": of_another_checkpoint(plan),
     }
     print(json.dumps(answers))
 

@@ -176,3 +176,22 @@ def test_weights_in_shared_memory_learn_save_and_load_as_in_private_memory(
         "closed": True,
         "same": True,
     }
+
+
+def test_reference_of_another_checkpoint_scores_as_that_policy_does(
+    answers: dict[str, Any],
+) -> None:
+    found = answers["reference"]["policy"]
+    assert found["off"] == 0.0
+    assert found["stays"]
+    assert found["kl"] > 1e-3
+
+
+def test_reference_in_float8_scores_nearly_so_for_less_memory_and_leaves_shared_weights_alone(
+    answers: dict[str, Any],
+) -> None:
+    found, whole = answers["reference"]["fp8"], answers["reference"]["policy"]
+    assert 0 < found["off"] < 0.5
+    assert 0 < found["error"] < 0.04
+    assert found["bytes"] < whole["bytes"]
+    assert found["is shared"] and found["stays"]
