@@ -19,6 +19,8 @@ from megarl import run_paths
 from megarl.actor.config_fields import is_integer
 
 log = logging.getLogger(__name__)
+
+WANDB_SERVICE = "WANDB_SERVICE"  # where a process finds the service that its parent started
 Value = float | int | str
 
 
@@ -110,17 +112,21 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _told_of_temp_folder() -> Iterator[None]:
-    """Programs that are started inside, as wandb's service is, use Python's temp folder."""
-    before = os.environ.get("TMPDIR")
+def _service_of_its_own() -> Iterator[None]:
+    """Have wandb start a service inside, in Python's temp folder, whatever the environment says.
+
+    A service that it names is of a process that started this one, and may have ended; nor are
+    processes that this one starts to use ours.
+    """
+    before = {name: os.environ.pop(name, None) for name in ("TMPDIR", WANDB_SERVICE)}
     os.environ["TMPDIR"] = tempfile.gettempdir()
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 class WandbRun:
@@ -143,7 +149,7 @@ class WandbRun:
                 raise
             log.info("wandb is not installed, metrics go to metrics.jsonl only")
             return None
-        with _told_of_temp_folder():
+        with _service_of_its_own():
             run = wandb.init(
                 mode=mode,
                 project="megarl",

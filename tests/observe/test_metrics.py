@@ -76,8 +76,10 @@ def test_wandb_offline_writes_into_the_run_and_temp_folders_without_network(
     pytest.importorskip("wandb")
     with own_temp_folder("test_") as temp:
         monkeypatch.setenv("TMPDIR", "/nowhere")
+        ended = f"3-{os.getpid()}-unix-/nowhere/socket"  # of the process that started this one
+        monkeypatch.setenv("WANDB_SERVICE", ended)
         run = WandbRun.start("offline", tmp_path, {"loop": {"versions": 1}})
-        assert os.environ["TMPDIR"] == "/nowhere"
+        assert (os.environ["TMPDIR"], os.environ["WANDB_SERVICE"]) == ("/nowhere", ended)
         assert list(temp.glob("wandb-*/socket"))  # its service's
         assert run is not None
         log = MetricsLog(tmp_path, run)
