@@ -52,6 +52,24 @@ def memory_bytes() -> tuple[int, int]:
     return values.get("VmRSS", 0), values.get("VmHWM", 0)
 
 
+def process_ids() -> list[int]:
+    """Every process of this node, also those that have ended but were not waited for yet."""
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def process_fields(pid: int) -> list[str] | None:
+    """`/proc/PID/stat` from field 3 (the state) on, or None where there is no such process.
+
+    man 5 proc: 3 state, 4 parent, 20 threads, 22 start, 24 resident pages; 2, the name, may hold
+    anything.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
 def tree_rss_bytes(pids: Iterable[int]) -> int:
     """Resident memory of these processes and all below them; shared pages count for each.
 
@@ -59,13 +77,11 @@ def tree_rss_bytes(pids: Iterable[int]) -> int:
     (True, 0)
     """
     parents, sizes = {}, {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        pid = int(stat.parent.name)
-        parents[pid], sizes[pid] = int(fields[1]), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    for pid in process_ids():
+        fields = process_fields(pid)
+        if fields is not None:
+            parents[pid] = int(fields[1])
+            sizes[pid] = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
     tree = set(pids) & sizes.keys()
     while below := {pid for pid, parent in parents.items() if parent in tree} - tree:
         tree |= below

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.errors import LaunchError
-from megarl.linux import libc, set_death_signal
+from megarl.linux import libc, process_fields, process_ids, set_death_signal
 
 SHELL_SIGNAL_BASE = 128  # shells, srun and our warden report signal n as exit status 128 + n
 FORCE_AFTER_S = 5.0  # a warden ends its tree in well under a second
@@ -36,13 +36,7 @@ class Proc:
 
 def processes() -> dict[int, Proc]:
     """Every process of this node by pid, with those that have ended but were not waited for yet."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            proc = _read(int(entry))
-            if proc is not None:
-                found[proc.pid] = proc
-    return found
+    return {pid: proc for pid in process_ids() if (proc := _read(pid)) is not None}
 
 
 def read_process(pid: int) -> Proc | None:
@@ -52,12 +46,9 @@ def read_process(pid: int) -> Proc | None:
 
 
 def _read(pid: int) -> Proc | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
+    fields = process_fields(pid)
+    if fields is None:
         return None
-    # man 5 proc: 3 state, 4 parent, 20 threads, 22 start; the name, 2, may hold anything
-    fields = text[text.rindex(")") + 2 :].split()
     # A zombie whose other threads are still being ended holds memory, and its children are its own.
     has_ended = fields[0] in "ZX" and int(fields[17]) <= 1
     return Proc(pid, int(fields[1]), int(fields[19]), has_ended)

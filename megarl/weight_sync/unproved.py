@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -65,7 +66,7 @@ class Publish:
         return told
 
 
-class Line(threading.Thread):
+class Line(threading.Thread, ABC):
     """One server's part of a publish, in a thread of learner rank 0 that nobody waits for too long.
 
     `copies` are how often the policy is taken by it.
@@ -98,6 +99,6 @@ class Line(threading.Thread):
         finally:
             calls.close()
 
+    @abstractmethod
     def write(self, calls: ServerCalls) -> None:
         """Have the server load the weights. Raises WeightSyncError."""
-        raise NotImplementedError
