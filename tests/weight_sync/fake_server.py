@@ -183,9 +183,10 @@ class Server:
         """
         ranks = self.ranks
         ranks.tell([("load", p, f) for p, f in zip(payloads, faults, strict=True)])
-        self.acks = ranks.answers(all_or_none=True)
-        if None in self.acks:
+        acks = ranks.answers(all_or_none=True)
+        if None in acks or ranks is not self.ranks:  # ended, or started anew meanwhile
             raise NoAnswer
+        self.acks = acks
 
     def _generate(self, body: dict[str, Any]) -> Answer:
         """The log-probs of the prompt, which depend on every weight, unless the caller gives up."""

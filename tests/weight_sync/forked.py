@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -88,6 +89,7 @@ class Ranks:
         self.heard: dict[int, Any] = {}  # by rank, of the answers that are waited for
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
+        self._reading = threading.Lock()
         for mine in arguments:
             here, there = _context.Pipe()
             process = _context.Process(target=target, args=(there, *mine), daemon=True)
@@ -104,13 +106,17 @@ class Ranks:
     def answers(self, all_or_none: bool = False) -> list[Any]:
         """Every rank's answer; None of one that has ended. With `all_or_none` one that ends takes
         the others along."""
+        with self._reading:
+            return self._answers(all_or_none)
+
+    def _answers(self, all_or_none: bool) -> list[Any]:
         self.heard = found = dict[int, Any]()
         until = time.monotonic() + ANSWER_S
         while len(found) < len(self.pipes):
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in found}
             try:
                 ready = wait(list(waiting), max(0.0, until - time.monotonic()))
-            except (OSError, ValueError):  # closed by another thread
+            except (OSError, ValueError):  # killed before
                 return [None] * len(self.pipes)
             assert ready, f"ranks {sorted(waiting.values())} do not answer"
             for pipe in ready:
@@ -134,9 +140,12 @@ class Ranks:
             process.join()
 
     def kill(self) -> None:
+        """End all. Who waits for answers meanwhile learns that none come, before the pipes go:
+        their file numbers may be those of the next ranks' pipes."""
         self._end()
-        for pipe in self.pipes:
-            pipe.close()
+        with self._reading:
+            for pipe in self.pipes:
+                pipe.close()
 
 
 class Learner:
