@@ -34,7 +34,7 @@ WEIGHTS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.01, "kl_coef": 0
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one mesh; `more` are settings of the run.
+    """One model on one mesh; `more` are settings of the run, `learner` of the learner.
 
     `variants`: the gradients of the same minibatch in other microbatches are wanted too.
     `max_logits` above 0 has the output layer run in parts.
@@ -46,6 +46,7 @@ class Case:
     more: Mapping[str, Any] = field(default_factory=dict)
     variants: bool = False
     max_logits: int = 0
+    learner: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -63,6 +64,7 @@ class Case:
                     "parallel": dict(self.parallel),
                     "precision": {"params": "fp32"},
                     "optimizer": {"lr": 1e-3},
+                    **self.learner,
                 },
                 "loss": {"clip_low": WEIGHTS["clip_low"], "clip_high": WEIGHTS["clip_high"]},
                 "placement": {"learner_gpus": self.world_size},

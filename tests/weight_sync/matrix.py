@@ -73,8 +73,8 @@ class Case:
             self.family,
             LEARNERS[self.layout][0],
             self.parallel,
-            {"optimizer": {"lr": 3e-3}, **changes},
-            {"correction": {"old_logprobs": "recomputed"}},
+            more={"correction": {"old_logprobs": "recomputed"}},
+            learner={"optimizer": {"lr": 3e-3}, **changes},
         )
         return case.config(model)
 

@@ -26,7 +26,7 @@ def test_syncs_add_less_memory_than_a_tenth_of_what_they_move(
 ) -> None:
     monkeypatch.setenv("MEGARL_NODE", "a")
     model = family_models.save(tmp_path / "model", "dense", seed=0)
-    config = Case("dense", 1, {"pp": 2}, {"optimizer": {"lr": 1e-3}}, SETTINGS).config(model)
+    config = Case("dense", parallel={"pp": 2}, more=SETTINGS).config(model)
     server = RealServer("server-0", model, 1, tmp_path / "server.log")
     learner = RunningLearner(
         tmp_path / "run", render_config(config), "tests.weight_sync.counted_learner"
