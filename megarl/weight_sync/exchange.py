@@ -53,7 +53,7 @@ class Outcome:
     """
 
     result: ServerSync
-    is_reading: bool = True
+    is_reading: bool
     moved_bytes: int = 0
     network_bytes: int = 0
     copy_s: float = 0.0

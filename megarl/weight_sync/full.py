@@ -93,7 +93,7 @@ class FullPolicy:
         *,
         group: dist.ProcessGroup | None = None,
         devices: Sequence[Device] = (),
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int,
         fp8_block: ScaleBlock | None = None,
     ) -> None:
         served = replace(shape, num_mtp_layers=0)
@@ -126,26 +126,42 @@ class FullPolicy:
         fails; parameters must not change meanwhile.
         """
         for bucket in self.buckets:
-            packed, error = self._packed(bucket.number)
+            data, error = self._own(bucket)
             with answering():
                 if not self._agreed(error, wanted()):
                     return
-                data = self._exchanged(bucket, packed)
-            yield bucket, data
+                self._exchange(bucket, data)
+            yield bucket, data if self._rank == 0 else None
             del data
 
-    def _packed(self, number: int) -> tuple[torch.Tensor | None, str]:
-        """What this rank sends to rank 0 for one bucket; text instead of an exception."""
-        moves = self._gives.get(number, {}).get(0, [])
-        if self._rank == 0 or not moves:
-            return None, ""
+    def _own(self, bucket: FullBucket) -> tuple[torch.Tensor | None, str]:
+        """What this rank has of a bucket, None where that is nothing; text instead of an exception.
+
+        On rank 0 all of the bucket, in which this rank's part is filled in.
+        """
         try:
-            data = torch.empty(self._size(moves), dtype=torch.uint8)
-            for move, part in self._parts(moves, data):
-                part.copy_(execute.read(move, self._parameters).detach())
-            return data, ""
+            return self._filled(bucket) if self._rank == 0 else self._packed(bucket), ""
         except Exception as error:  # noqa: BLE001 - raised on all ranks, which would wait for it
             return None, f"learner rank {self._rank}: {in_words(error)}"
+
+    def _packed(self, bucket: FullBucket) -> torch.Tensor | None:
+        """The message to rank 0."""
+        moves = self._gives.get(bucket.number, {}).get(0)
+        if moves is None:
+            return None
+        data = torch.empty(self._size(moves), dtype=torch.uint8)
+        for move, part in self._parts(moves, data):
+            part.copy_(execute.read(move, self._parameters).detach())
+        return data
+
+    def _filled(self, bucket: FullBucket) -> torch.Tensor:
+        """Rank 0: the bucket, with all that needs no message."""
+        data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        views = bucket.views(data)
+        for move in self._takes.get(bucket.number, {}).get(0, ()):
+            values = execute.read(move, self._parameters).detach()
+            execute.written(move, views).copy_(values)
+        return data
 
     def _agreed(self, error: str, wanted: bool) -> bool:
         """Whether all go on. Raises WeightSyncError on every rank where one of them has failed."""
@@ -162,26 +178,21 @@ class FullPolicy:
             dist.all_gather_object(errors, error, group=self._group)
         raise WeightSyncError("the policy was not gathered: " + "; ".join(filter(None, errors)))
 
-    def _exchanged(self, bucket: FullBucket, packed: torch.Tensor | None) -> torch.Tensor | None:
-        """Send, or on rank 0 put together what is sent."""
+    def _exchange(self, bucket: FullBucket, data: torch.Tensor | None) -> None:
+        """Send what this rank has, or on rank 0 put together what is sent."""
+        if data is None:
+            return
         if self._rank != 0:
-            if packed is not None:
-                dist.send(packed, group=self._group, group_dst=0)
-            return None
-        data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            dist.send(data, group=self._group, group_dst=0)
+            return
         views = bucket.views(data)
-        for source, moves in sorted(self._takes.get(bucket.number, {}).items()):
-            if source == 0:
-                for move in moves:
-                    values = execute.read(move, self._parameters).detach()
-                    execute.written(move, views).copy_(values)
-                continue
+        takes = self._takes.get(bucket.number, {})
+        for source, moves in sorted((s, m) for s, m in takes.items() if s != 0):
             message = torch.empty(self._size(moves), dtype=torch.uint8)
             dist.recv(message, group=self._group, group_src=source)
             for move, part in self._parts(moves, message):
                 view = execute.written(move, views)
                 view.copy_(part.view(view.shape))
-        return data
 
     def _size(self, moves: Sequence[Move]) -> int:
         return sum(num_elements(move.box) * self._dtypes[move.dst_local].itemsize for move in moves)

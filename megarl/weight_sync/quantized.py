@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,9 @@ class QuantizedWeights:
         self._copies: dict[str, torch.Tensor] = {}
         self.sent: Mapping[str, torch.Tensor] = ChainMap(self._copies, parameters)  # type: ignore[arg-type]
         """All tensors that travel, by local name, after a `refresh`."""
-        self._squares = torch.empty(0, 2)
+        self.errors: Mapping[str, tuple[float, float]] = {}
+        """By weight, sums over this rank's elements of (quantized - weight)^2 and of weight^2, of
+        the last `refresh`; nothing before the first."""
 
     @property
     def added(self) -> frozenset[str]:
@@ -84,18 +86,16 @@ class QuantizedWeights:
             for part in blocks.parts:
                 held(part, self._copies)[...] = float8[_inside(part.box, blocks.box)]
             squares.append(_squares(weight, float8, scales, self._scaling))
-        self._squares = torch.stack(squares).cpu() if squares else torch.empty(0, 2)
+        self.errors = self._summed(torch.stack(squares).tolist() if squares else [])
 
     def drop(self) -> None:
         """Let go of the copies; the next `refresh` makes them anew."""
         self._copies.clear()
 
-    @property
-    def errors(self) -> dict[str, tuple[float, float]]:
-        """By weight, sums over this rank's elements of (quantized - weight)^2 and of weight^2, of
-        the last `refresh`."""
+    def _summed(self, squares: Sequence[Sequence[float]]) -> dict[str, tuple[float, float]]:
+        """What each of the blocks has lost, by weight."""
         found: dict[str, tuple[float, float]] = {}
-        for blocks, (error, whole) in zip(self._blocks, self._squares.tolist(), strict=True):
+        for blocks, (error, whole) in zip(self._blocks, squares, strict=True):
             name = blocks.scales.tensor.removesuffix(SCALE_SUFFIX)
             before = found.get(name, (0.0, 0.0))
             found[name] = (before[0] + error, before[1] + whole)

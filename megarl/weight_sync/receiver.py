@@ -95,11 +95,10 @@ class Receiver:
     def acknowledge(self, message: ControlMessage, ack: Ack) -> None:
         """Write the acknowledgement where the sender looks for it, unless that hangs."""
 
-        def write() -> bool:
+        def write() -> None:
             if self._store is None or self._store[0] != message.store:
                 self._store = (message.store, stores.connect(message.store))
             self._store[1].set(message.ack_key, ack.to_json())
-            return True
 
         try:
             bounded(write, time.monotonic() + stores.CONNECT_S, server_member(message.tp_rank))

@@ -305,7 +305,7 @@ class WeightSync:
         """How each server's publish ended; those that have not are lost."""
         finished = []
         for index, server in enumerate(servers):
-            outcome = driving.outcomes.get(index, Outcome(late(server)))
+            outcome = driving.outcomes.get(index, Outcome(late(server), is_reading=True))
             if outcome.is_reading:
                 self._reading.add(order.targets[index].kind)
             finished.append(outcome)

@@ -228,25 +228,25 @@ def _faulty(rank: int, parameters: dict[str, torch.Tensor], fault: Fault | None)
         yield
         return
     kept = {route: route.send for route in (stock_routes.BroadcastRoute, stock_routes.RequestRoute)}
-    packed = FullPolicy._packed
+    own = FullPolicy._own
 
     def send(route: Any, calls: Any, bucket: FullBucket, *more: Any) -> None:
         if bucket.number == fault.at:
             os.killpg(fault.pid, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault.kind])
         kept[type(route)](route, calls, bucket, *more)
 
-    def lost(policy: FullPolicy, number: int) -> Any:
+    def lost(policy: FullPolicy, bucket: FullBucket) -> Any:
         parameters.clear()
-        return packed(policy, number)
+        return own(policy, bucket)
 
     if fault.kind == "break":
-        FullPolicy._packed = lost  # type: ignore[method-assign]
+        FullPolicy._own = lost  # type: ignore[method-assign]
     else:
         for route in kept:
             route.send = send  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FullPolicy._packed = packed  # type: ignore[method-assign]
+        FullPolicy._own = own  # type: ignore[method-assign]
         for route, whole in kept.items():
             route.send = whole  # type: ignore[method-assign]

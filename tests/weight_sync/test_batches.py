@@ -109,7 +109,6 @@ def test_copies_on_a_cpu_are_the_same_in_parts_of_any_size(
     monkeypatch: pytest.MonkeyPatch, in_c: compiled.Library, part_bytes: int, past_caches: bool
 ) -> None:
     monkeypatch.setattr(batches.parts, "num_threads", lambda: 3)
-    monkeypatch.setattr(batches, "PAST_CACHES_BYTES", 0 if past_caches else 1 << 40)
     calls: list[int] = []
     copy = in_c.copy
     monkeypatch.setattr(compiled, "find", lambda: in_c)
@@ -119,6 +118,8 @@ def test_copies_on_a_cpu_are_the_same_in_parts_of_any_size(
     boxes = [("a", ((0, 12), (0, 50))), ("b", ((2, 9), (5, 40))), ("b", ((9, 12), (0, 5)))]
     moves = [Move(0, 0, name, box, name, (0, 0), name, (0, 0)) for name, box in boxes]
     moves.append(Move(0, 0, "c", ((3, 4), (0, 4), (0, 7)), "c", (0, 0, 0), "c", (0, 0)))
+    num_bytes = dtype.itemsize * (12 * 50 + 7 * 35 + 3 * 5 + 4 * 7)
+    monkeypatch.setattr(batches, "PAST_CACHES_BYTES", num_bytes + (not past_caches))
     single, together = (
         {name: torch.zeros(12, 50, dtype=dtype) for name in "ab"}
         | {"c": torch.zeros(4, 7, dtype=dtype)}

@@ -164,6 +164,25 @@ def test_negative_zero_differs_from_zero(form: str) -> None:
     assert _whole(torch.tensor([0.0])) != _whole(torch.tensor([-0.0]))
 
 
+def test_empty_box_adds_nothing(form: str) -> None:
+    assert _part(torch.randn(8, 4), ((3, 3), (0, 4))) == _part(torch.randn(8, 4), ((0, 8), (2, 2)))
+    assert _part(torch.randn(0), ((0, 0),)) == 0
+
+
+@pytest.mark.parametrize(
+    ("box", "starts", "length"),
+    [
+        (((0, 3), (0, 4), (0, 5)), [0], 60),
+        (((1, 3), (0, 4), (0, 5)), [20], 40),
+        (((1, 3), (1, 3), (0, 5)), [25, 45], 10),
+        (((0, 2), (1, 2), (3, 5)), [8, 28], 2),
+    ],
+)
+def test_runs_are_as_long_as_global_order_allows(box: Box, starts: list[int], length: int) -> None:
+    found = checksum.runs((3, 4, 5), box)
+    assert (found[0].tolist(), found[1]) == (starts, length)
+
+
 def test_values_of_another_shape_than_the_box_are_refused() -> None:
     with pytest.raises(ShapeError, match="exactly the elements"):
         box_checksum(torch.zeros(3, 4), "w", (8, 4), ((0, 2), (0, 4)))

@@ -65,6 +65,13 @@ def test_one_table_gives_each_box_its_own_checksum(
     assert summation.look()[1] == []
 
 
+@pytest.mark.parametrize("shape", [(50,), (50, 1), (10, 5, 1), (5, 1, 10)])
+def test_values_beside_others_in_memory_have_their_own_checksum(shape: tuple[int, ...]) -> None:
+    values = torch.randn(*shape, 3)[..., 1]
+    box = BoxValues(values, "w", shape, tuple((0, size) for size in shape))
+    assert checksum_host.Summation([box]).run() == [_alone(box)]
+
+
 def test_a_table_is_of_what_the_memory_holds_when_it_is_read() -> None:
     tensor = torch.zeros(40, 50)
     box = BoxValues(tensor, "w", (40, 50), ((0, 40), (0, 50)))

@@ -114,6 +114,16 @@ def test_whole_tensors_take_one_launch_whatever_their_number() -> None:
     assert len(launch.tiles) == 12 * 64 * 4096 // CHUNK
 
 
+def test_rows_of_all_outer_dims_are_one_part_where_they_are_equally_far_apart() -> None:
+    boxes = [((0, 9), (0, 80), (3, 90)), ((2, 7), (0, 80), (0, 129)), ((0, 9), (5, 6), (0, 129))]
+    tables = checksum_triton._tables(
+        _values((9, 80, 129), boxes, torch.float32), torch.device("cpu")
+    )
+    (parts,) = {launch.parts.numpy().tobytes() for launch in tables.launches}
+    table = np.frombuffer(parts, np.int64).reshape(-1, 8)
+    assert table[:, 1].tolist() == [9 * 80, 1, 9] and table[:, 6].tolist() == [0, 1, 2]
+
+
 def test_without_a_gpu_boxes_are_summed_one_by_one() -> None:
     values = _values((300, 333), [((0, 300), (0, 333)), ((5, 9), (1, 2))], torch.float32)
     assert box_checksums(values) == [box_checksum(v.values, "w", v.shape, v.box) for v in values]

@@ -91,6 +91,7 @@ def test_tensor_over_a_pointer_is_the_memory_itself_and_does_not_free_it() -> No
     owner = torch.arange(64, dtype=torch.uint8)
     view = tensor_over(owner.data_ptr() + 8, 16, owner.device)
     assert view.tolist() == list(range(8, 24)) and view.data_ptr() == owner.data_ptr() + 8
+    assert view.dtype == torch.uint8
     view.view(torch.float32).fill_(0)
     del view
     gc.collect()

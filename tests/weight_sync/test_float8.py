@@ -16,6 +16,7 @@ import torch
 from megarl.errors import LayoutError, WeightSyncError
 from megarl.float8 import BlockScaling
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
+from megarl.weight_sync import compiled
 from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.places import ServerKind
 from megarl.weight_sync.quantized import by_layer
@@ -104,6 +105,21 @@ def test_quantized_copies_outlive_a_sync_only_where_memory_is_not_shared(keeps: 
         assert (copy() is not None) == keeps
         assert sender.quantization_errors == errors
     assert sums[0] == sums[1]
+    sender.close()
+
+
+def test_float8_has_the_same_checksums_where_nothing_was_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = source(LearnerMesh())
+    (parameters,) = tiny.on_learner(spec, tiny.weights(spec.shape, 3))
+    sender = Sender("float8sums", spec, 0, parameters, "bf16")
+    assert sender.quantization_errors == {}  # before anything was quantized
+    sender.prepare()
+    wanted = sender.checksums()
+    assert any(name.endswith("_scale_inv") for name in wanted)
+    monkeypatch.setattr(compiled, "find", lambda: None)
+    assert sender.checksums() == wanted
     sender.close()
 
 

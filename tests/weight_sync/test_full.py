@@ -89,10 +89,14 @@ def test_layers_of_a_draft_are_not_sent(ranks: Ranks) -> None:
     assert sorted(chain(*answer["seen"])) == sorted(stored(served, 5, "fp32"))
 
 
-def test_failure_on_one_rank_is_raised_on_all(ranks: Ranks) -> None:
+@pytest.mark.parametrize("broken", [0, 3])
+def test_failure_on_one_rank_is_raised_on_all(ranks: Ranks, broken: int) -> None:
     policy = Policy(tiny_shape(), MESHES[0], seed=1)
-    answers = ranks.ask(("gather", policy, (2048, 3)))
-    assert all("learner rank 3" in answer for answer in answers)
+    answers = ranks.ask(("gather", policy, (2048, broken)))
+    assert all(
+        f"WeightSyncError: the policy was not gathered: learner rank {broken}" in answer
+        for answer in answers
+    )
     assert ranks.ask(("gather", policy, (2048,)))[0]["wrong"] == []
 
 

@@ -205,7 +205,7 @@ def test_learner_whose_gpu_cannot_export_uses_host_memory_and_says_so(
     assert arenas.memory_of(torch.device("cpu")) is None
     arenas.memory_of.cache_clear()
     assert "arenas are in host memory gpu=GPU-0 why=" in caplog.text
-    arena = arenas.make_arena(None, f"pair{os.getpid()}", 0, 0, 64, "a" * 64)
+    arena = arenas.make_arena(None, f"pair{os.getpid()}", 0, 0, 64, "a" * 64, {}, {}, True)
     assert isinstance(arena, Arena) and arena.ref.gpu == ""
     arena.close()
 

@@ -18,7 +18,7 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.reshard import execute
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
-from megarl.weight_sync import coverage, receiver
+from megarl.weight_sync import compiled, coverage, receiver
 from megarl.weight_sync.acks import Ack, AckBoard
 from megarl.weight_sync.checksum import box_checksum
 from megarl.weight_sync.control import WIRE_DTYPES, SourceSpec, decode
@@ -154,10 +154,13 @@ def test_message_of_another_rank_is_refused_before_anything_is_written(simple: R
         assert torch.equal(tensor, before)
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_weights_that_are_no_numbers_are_not_sent_and_their_tensor_is_named(
-    simple: Rig, value: float
+    simple: Rig, value: float, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(compiled, "find", lambda: None)
     simple.learner[1]["decoder.layers.0.mlp.linear_fc2.weight"][3, 5] = value
     with pytest.raises(WeightSyncError, match=r"down_proj.*1 of 2048 weights are not finite"):
         simple.senders[1].checksums()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
+from megarl.weight_sync.transport import shared
 from megarl.weight_sync.transport.shared import Arena, ArenaReader
 
 RUN = f"shared{os.getpid()}"
@@ -42,6 +43,20 @@ def test_what_the_owner_writes_the_reader_sees_with_its_stamp() -> None:
     arena.close()
     assert _entries() == []
     assert reader.data[0] == 0  # a reader keeps what it has mapped
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 5000])
+def test_kernel_that_cannot_populate_a_mapping_has_the_file_allocated(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    monkeypatch.setattr(shared, "_advise", lambda mapped, advice: False)
+    arena = Arena(RUN, 0, 0, num_bytes, DIGEST)
+    there = (SHM / f"megarl_{RUN}_g0_r0").stat()
+    assert there.st_blocks * 512 >= there.st_size >= 4096 + num_bytes
+    arena.data.fill_(7)
+    reader = ArenaReader(arena.ref, DIGEST)
+    assert reader.data.tolist() == [7] * num_bytes and reader.data.dtype == torch.uint8
+    arena.close()
 
 
 def test_arena_of_another_layout_or_nonce_or_size_is_refused() -> None:

@@ -53,9 +53,9 @@ def make_arena(
     rank: int,
     num_bytes: int,
     digest: str,
-    live: Mapping[int, torch.Tensor] | None = None,
-    others: Mapping[int, int] | None = None,
-    is_lasting: bool = True,
+    live: Mapping[int, torch.Tensor],
+    others: Mapping[int, int],
+    is_lasting: bool,
 ) -> AnyArena:
     """An arena of `num_bytes` in a GPU's `memory`, or in the host's.
 
@@ -65,7 +65,6 @@ def make_arena(
     them is copied. `is_lasting` is `CudaArena.staged`'s.
     """
     why = "it travels in another type"
-    live, others = live or {}, others or {}
     if memory is None or isinstance(memory, Arena):
         if memory is not None and live:
             try:

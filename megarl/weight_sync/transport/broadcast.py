@@ -95,7 +95,8 @@ class Broadcast:
             options = BroadcastOptions()
             options.rootRank = options.rootTensor = 0
             left = timedelta(seconds=max(_SHORTEST_S, until - time.monotonic()))
-            self._group.broadcast([data], options).wait(left)
+            group = self._group  # held here: letting go of it waits for what is under way
+            group.broadcast([data], options).wait(left)
 
         try:
             side_by_side(take, ours, until, "a broadcast")

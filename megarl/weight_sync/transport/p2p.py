@@ -70,7 +70,7 @@ class Peers:
             self.refuse(call, text)
             raise WeightSyncError(text) from error
 
-    def _join(self, call: Call, until: float) -> bool:
+    def _join(self, call: Call, until: float) -> None:
         held = self._group.name if self._group and self._group.members == call.members else ""
         store = self._connect(call)
         name = meeting.attend(store, call, self._me, held, self._backend, until)
@@ -79,7 +79,6 @@ class Peers:
         if self._group is None or name != self._group.name:
             self._drop()
             self._group = _Group(name, call.members, self._me, store, self._device, until)
-        return True
 
     def run(self, call: Call, transfers: Iterable[Transfer], until: float) -> None:
         """Carry out this member's messages, in their order.
@@ -122,16 +121,14 @@ class Peers:
             self._store = None
         self._drop()
 
-    def _say(self, call: Call, why: str) -> bool:
+    def _say(self, call: Call, why: str) -> None:
         meeting.refuse(self._connect(call), call, f"{self._me}: {why}")
-        return True
 
     def tell(self, address: tuple[str, int], key: str, value: str, until: float) -> None:
         """Write one value to the store."""
 
-        def write() -> bool:
+        def write() -> None:
             self._connected(address).set(key, value)
-            return True
 
         meeting.bounded(write, max(until, time.monotonic() + _LAST_WORDS_S), self._me)
 
