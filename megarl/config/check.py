@@ -23,6 +23,7 @@ from megarl.config.check_model import (
     check_trained,
     longest_sample,
 )
+from megarl.config.check_optimizer import check_offload
 from megarl.config.check_parallel import check_ranks, check_runnable, check_servers
 from megarl.config.check_recompute import check_recompute, check_recompute_shape
 from megarl.config.check_reference import check_reference, check_reference_shape
@@ -93,6 +94,7 @@ def check_settings(config: Config) -> list[Violation]:
         check_fp8,
         check_critic,
         check_recompute,
+        check_offload,
         check_reference,
         _prompts,
         _reward,

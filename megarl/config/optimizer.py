@@ -1,8 +1,9 @@
-"""Settings of the optimizer: AdamW, its learning rate over time, and steps that are skipped."""
+"""Settings of the optimizer: AdamW, its learning rate over time, steps that are skipped, and where
+its state is."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -37,3 +38,30 @@ class OptimizerConfig(Group):
     max_skipped_steps: NonNegative = 3
     """Optimizer steps in a row that are skipped where the gradient is not finite: weights, moments
     and learning rate stay as they are. One more ends the run. 0 ends it at the first."""
+    offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the state (fp32 masters and moments) that is in host memory always, where the CPU
+    updates it; gradients go there and weights come back in each step (Megatron's
+    HybridDeviceOptimizer). At least so much, in whole tensors of a rank. 0 keeps all on the GPU. On
+    a CPU it is refused."""
+
+
+def offload_fields(settings: OptimizerConfig) -> dict[str, Any]:
+    """Fields of Megatron's OptimizerConfig; none where nothing is offloaded.
+
+    Without use_precision_aware_optimizer gradients would be looked for elsewhere than Megatron puts
+    them (megatron/training/arguments.py refuses that). Copies overlap with updates, one tensor's
+    with another's.
+
+    >>> offload_fields(OptimizerConfig())
+    {}
+    >>> offload_fields(OptimizerConfig(offload_fraction=0.5))["optimizer_offload_fraction"]
+    0.5
+    """
+    if settings.offload_fraction == 0:
+        return {}
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": settings.offload_fraction,
+        "use_precision_aware_optimizer": True,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+    }

@@ -71,6 +71,7 @@ class Loop:
             with step.timed("weight_sync"):
                 step.add(await self.weight_sync.publish(version + 1))  # g
             step.add(await self.turn.to("generating"))
+            step.add(await self.learner.peaks())
             await self._after(version + 1, step)
 
     async def _collect(self, prompts: Sequence[Prompt], version: int) -> list[Group]:

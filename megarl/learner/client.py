@@ -97,6 +97,11 @@ class LearnerClient:
         result: dict[str, int] = await self._call("memory")
         return result
 
+    async def peaks(self) -> dict[str, int]:
+        """`memory/*` of the phases since the last call: predicted and measured bytes."""
+        result: dict[str, int] = await self._call("peaks")
+        return result
+
     async def shutdown(self) -> None:
         """End the service and all its ranks with exit status 0."""
         await self._call("shutdown")

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megarl.learner.logprobs import vocab_parallel_logprobs
-
-MAX_LOGITS = 1 << 26  # of one run of the output layer on one rank: 128 MiB in bf16
+from megarl.planning.logits import MAX_LOGITS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

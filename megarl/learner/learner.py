@@ -19,11 +19,13 @@ import torch.distributed as dist
 from megarl.actor.shape import read_shape
 from megarl.config.bounds import PROBE_CONTEXT
 from megarl.config.fp8 import optimizer_fields, token_multiple
-from megarl.config.layouts import learner_layout, learner_mesh, trained_shape
+from megarl.config.layouts import learner_layout, trained_shape
 from megarl.config.schema import Config
-from megarl.learner import accelerators, distributed, fp8, shared_weights
+from megarl.learner import shared_weights
 from megarl.learner.control_group import together
+from megarl.learner.joining import join
 from megarl.learner.loss import LossWeights
+from megarl.learner.meter import MemoryMeter, measured
 from megarl.learner.packing import (
     Multiples,
     PackedMicrobatch,
@@ -33,6 +35,7 @@ from megarl.learner.packing import (
     token_counts,
 )
 from megarl.learner.scoring import KeptLogProbs, Mismatch, ReferencePolicy, passes_needed
+from megarl.planning.memory import predict
 from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport
 
 if TYPE_CHECKING:
@@ -68,7 +71,7 @@ class Learner:
         stored = read_shape(config.actor.model)
         self.shape = trained_shape(stored)
         self.layout = learner_layout(config, self.shape)
-        self.ranks = self._join()
+        self.ranks = join(config, mark)
         # Megatron can be imported only now, with its CPU substitution in place.
         from megarl.learner import critic, model, offload, optimizer, passes, transformer
 
@@ -102,6 +105,10 @@ class Learner:
         beside = None if self.critic is None else self.critic.tensors
         megatron = self.optimizer.megatron
         self.state = offload.LearnerState(module, megatron, self.ranks.device, beside)
+        on_cpu = self.ranks.device.type == "cpu"
+        predicted = predict(config, self.shape, self.layout, rank, on_cpu)
+        self.meter = MemoryMeter(self.ranks.device, self.state.num_bytes, predicted)
+        self.meter.tell()
         self._weight_sync: ModalSync | None = None
         if stored.num_mtp_layers and rank == 0:
             log.warning(
@@ -109,22 +116,6 @@ class Learner:
                 "num_layers=%d",
                 stored.num_mtp_layers,
             )
-
-    def _join(self) -> distributed.Ranks:
-        """This rank among the others, once it is known that it can compute as it is asked to."""
-        config = self.config
-        found = accelerators.find_accelerators()  # Megatron would end where one is broken
-        self._mark("joining")
-        ranks = distributed.start(
-            learner_mesh(config),
-            device=config.launch.device,
-            seed=config.run.seed,
-            timeout_s=max(config.deadline.learner_verb_s, config.deadline.learner_start_s),
-        )
-        fp8.check_process(config.learner.precision, found)
-        if ranks.rank == 0:
-            accelerators.tell(found, ranks.device.type == "cuda")
-        return ranks
 
     def info(self) -> dict[str, int]:
         """Sizes of the mesh and the policy version that the weights are."""
@@ -141,6 +132,7 @@ class Learner:
             "version": self.version,
         }
 
+    @measured("score")
     def score(self, batch: Batch) -> dict[str, float]:
         """Forward passes over the whole batch before its first optimizer step.
 
@@ -179,6 +171,7 @@ class Learner:
         made = self.critic.advantages.finish() if self.critic is not None else {}
         return {**mismatch.metrics(), **made}
 
+    @measured("train")
     def step(self, minibatch: MinibatchPlan) -> dict[str, float]:
         """One optimizer step on one minibatch; returns its `loss/*` and other metrics.
 
@@ -273,6 +266,7 @@ class Learner:
         self._mark("weight sync")
         return tuple(found)
 
+    @measured("sync")
     def publish(self, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport:
         """Send the weights as policy `version` to `servers`; the report counts on rank 0 only."""
         self._require("publish")
@@ -331,6 +325,7 @@ class Learner:
         self._mark("offload")
         self.state.gather_weights()
         self.state.offload(parts)
+        self.meter.note("offloaded")
 
     def onload(self, parts: Sequence[str]) -> None:
         """Bring `parts` back, bit for bit."""
@@ -340,6 +335,10 @@ class Learner:
     def memory(self) -> dict[str, int]:
         """Bytes that the ranks take, by kind. See `offload.LearnerState.figures`."""
         return self.state.figures()
+
+    def peaks(self) -> dict[str, int]:
+        """`memory/*` of the phases since the last call. See `meter.MemoryMeter.take`."""
+        return self.meter.take()
 
     def close(self) -> None:
         """Remove what would outlive this process: shared memory of weights and their sync."""

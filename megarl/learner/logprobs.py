@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MAX_FP32_ELEMENTS = 1 << 24  # of one chunk's fp32 copy of the logits: 64 MiB
+from megarl.planning.logits import MAX_FP32_ELEMENTS
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):

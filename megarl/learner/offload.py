@@ -111,18 +111,22 @@ class LearnerState:
             self._away.discard(part)
             self.generation += part == "weights"
 
+    def num_bytes(self, parts: Sequence[str] = PARTS) -> int:
+        """What `parts` have on the device of this rank."""
+        return sum(storage.nbytes() for part in parts for storage in self._storages(part))
+
     def figures(self) -> dict[str, int]:
         """Bytes, of the rank that has most of each. Collective over all ranks.
 
         `learner_state`: what its three parts have on the device. `learner_parked`: host memory that
         parts are kept in. On a GPU `learner_allocated`, `learner_reserved`: of torch's allocator;
-        `learner_peak`: most allocated since the figures before; `device_used`: by all processes;
-        `device_rest`: used without what this rank reserves: servers, CUDA contexts, communicators.
-        On a CPU `learner_rss`: of the process. Each name ends in `_bytes`.
+        `device_used`: by all processes; `device_rest`: used without what this rank reserves:
+        servers, CUDA contexts, communicators. On a CPU `learner_rss`: of the process. Each name
+        ends in `_bytes`.
         """
         is_gpu = self._device.type == "cuda"
         found = {
-            "learner_state_bytes": sum(s.nbytes() for p in PARTS for s in self._storages(p)),
+            "learner_state_bytes": self.num_bytes(),
             "learner_parked_bytes": sum(store.num_bytes for store in self._stores.values()),
             **(_of_gpu(self._device) if is_gpu else {"learner_rss_bytes": memory_bytes()[0]}),
         }
@@ -177,12 +181,9 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 def _of_gpu(device: torch.device) -> dict[str, int]:
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
     return {
         "learner_allocated_bytes": torch.cuda.memory_allocated(device),
         "learner_reserved_bytes": reserved,
-        "learner_peak_bytes": peak,
         "device_used_bytes": total - free,
         "device_rest_bytes": total - free - reserved,
     }

@@ -17,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megarl.config.optimizer import OptimizerConfig
+from megarl.config.optimizer import OptimizerConfig, offload_fields
 from megarl.errors import LearnerError
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class Optimizer:
                 overlap_param_gather=model.parts[0].ddp_config.overlap_param_gather,
                 clip_grad=settings.clip_grad or math.inf,
                 **(fp8 or {}),
+                **offload_fields(settings),
             ),
             model.parts,
         )

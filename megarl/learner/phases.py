@@ -100,7 +100,7 @@ class PhaseFile:
                 facts |= {
                     "since": time.time(),
                     "rss_bytes": rss_bytes,
-                    "peak_rss_bytes": peak_rss_bytes,
+                    "peak_rss_bytes": max(peak_rss_bytes, self.current.peak_rss_bytes),
                 }
             self.current = replace(self.current, **facts)  # type: ignore[arg-type]
             self._write(self.current)

@@ -67,6 +67,7 @@ _VERBS = (
     Verb("offload", tuple[tuple[str, ...]], None, changes_weights=True),
     Verb("onload", tuple[tuple[str, ...]], None, changes_weights=True),
     Verb("memory", tuple[()], dict[str, int]),
+    Verb("peaks", tuple[()], dict[str, int]),
     Verb("shutdown", tuple[()], None),
 )
 VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _VERBS}

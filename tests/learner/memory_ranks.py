@@ -21,6 +21,7 @@ from megarl.config.schema import Config
 from megarl.learner.distributed import stop
 from megarl.learner.learner import Learner
 from megarl.learner.loss import LossWeights
+from megarl.learner.verbs import PARTS
 from tests.learner.parity_ranks import gradients, off_by, plan_of
 
 
@@ -65,18 +66,31 @@ class SavedBytes:
 
 def state_bytes(learner: Learner) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state of this rank, as torch holds them."""
-    learner.offload(["optimizer"])  # after a step, so that moments are made
-    parked = learner.state._stores["optimizer"]._parked
-    optimizer = sum(one.num_bytes for one in parked)
-    learner.onload(["optimizer"])
-    model = learner.policy.model
-    buffers = [*model.buffers, *model.expert_parallel_buffers]
-    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in model.parameters()}
-    return {
-        "weights": sum(held.values()),
-        "gradients": sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers),
-        "optimizer": optimizer,
-    }
+    found = [state_of(learner.policy.model, learner.optimizer.megatron)]
+    if learner.critic is not None:
+        found.append(state_of(*learner.critic.tensors))
+    return {part: sum(each[part] for each in found) for part in found[0]}
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, int]:
+    """Of one model. Found by the tensors themselves, as autograd and Megatron hold them."""
+    weights, gradients, state = {}, {}, {}
+    for parameter in model.parameters():
+        weights |= storage_of(parameter)
+        gradients |= storage_of(parameter.main_grad)
+    for part in optimizer.chained_optimizers:
+        for parameter, kept in part.optimizer.state.items():
+            for tensor in (parameter, *kept.values()):
+                state |= storage_of(tensor)
+    own = {name: size for name, size in state.items() if name not in weights}
+    parts = {"weights": weights, "gradients": gradients, "optimizer": own}
+    return {name: sum(storages.values()) for name, storages in parts.items()}
+
+
+def storage_of(tensor: Tensor) -> dict[int, int]:
+    """Its storage's identity and bytes."""
+    storage = tensor.untyped_storage()
+    return {storage._cdata: storage.nbytes()}
 
 
 def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
@@ -94,7 +108,13 @@ def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
         off = max(off_by(grads, expected).values())
         found[name] = {"off": off, "saved": saved.most}
         learner.step(plan)
-        found[name] |= {"state": state_bytes(learner), "memory": learner.memory()}
+        found[name] |= {
+            "state": state_bytes(learner),
+            "state by parts": {part: learner.state.num_bytes([part]) for part in PARTS},
+            "names": [each for each, _ in learner.policy.model.named_parameters()],
+            "metrics": learner.peaks(),
+            "frozen": 0 if learner._reference is None else learner._reference.num_bytes,
+        }
         stop()
     (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(found))
 

@@ -1,0 +1,1 @@
+"""What a run will need, before it starts: arithmetic over settings and shapes, no engine."""
