@@ -13,6 +13,8 @@ from itertools import pairwise
 
 from megarl.actor.flops import SequenceFlops
 from megarl.buffer.schedule import ScheduleShape, dp_imbalance, make_schedule
+from megarl.config.fp8 import token_multiple
+from megarl.config.layouts import learner_mesh
 from megarl.config.schema import Config
 from megarl.types import Batch, MinibatchPlan, SampleRef
 
@@ -29,7 +31,7 @@ class BatchShape:
     @classmethod
     def of(cls, config: Config, flops: SequenceFlops) -> BatchShape:
         """The shape that a run's settings ask for, of a policy that takes `flops`."""
-        parallel = config.learner.parallel
+        parallel, mesh = config.learner.parallel, learner_mesh(config)
         return cls(
             num_minibatches=config.learner.optimizer_steps_per_rollout,
             num_epochs=config.learner.epochs_per_rollout,
@@ -40,6 +42,8 @@ class BatchShape:
                 flops=flops,
                 is_pipelined=parallel.pp > 1,
                 count=parallel.pp if parallel.vpp > 1 else 1,  # Megatron's interleaved schedule
+                sequence_multiple=mesh.sequence_multiple,
+                token_multiple=token_multiple(config.learner.precision, mesh.tp, mesh.cp),
             ),
         )
 

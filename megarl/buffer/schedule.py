@@ -11,6 +11,7 @@ each has its own length.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,13 +32,38 @@ MAX_SWAPS_PER_RANK = 16
 @dataclass(frozen=True, slots=True)
 class ScheduleShape:
     """What shapes a schedule. `max_tokens` bounds one microbatch, `is_pipelined` gives all of a
-    minibatch one length, and each rank has a multiple of `count` of them."""
+    minibatch one length, and each rank has a multiple of `count` of them.
+
+    The learner pads each sequence to a multiple of `sequence_multiple` tokens and each microbatch
+    to one of `token_multiple`, which counts to the budget; a sample that its padding takes over it
+    is a microbatch alone.
+    """
 
     data_parallel: int
     max_tokens: int
     flops: SequenceFlops
     is_pipelined: bool = False
     count: int = 1
+    sequence_multiple: int = 1
+    token_multiple: int = 1
+
+    @property
+    def room(self) -> int:
+        """Tokens of a microbatch's padded samples, at most, with which it is within the budget.
+
+        >>> ScheduleShape(1, 100, SequenceFlops(1, 1, 1), sequence_multiple=8).room
+        96
+        """
+        unit = math.lcm(self.sequence_multiple, self.token_multiple)
+        return self.max_tokens // unit * unit
+
+    def size(self, ref: SampleRef) -> int:
+        """Tokens that a sample takes."""
+        return -(-ref.num_tokens // self.sequence_multiple) * self.sequence_multiple
+
+    def tokens(self, microbatch: Sequence[SampleRef]) -> int:
+        """Those of all its samples."""
+        return sum(map(self.size, microbatch))
 
     def work(self, ref: SampleRef) -> float:
         """Operations of a sample in one optimizer step."""
@@ -64,8 +90,8 @@ def make_schedule(refs: Sequence[SampleRef], shape: ScheduleShape) -> MinibatchP
             "that, lower rollout.sampling.max_new_tokens or prompts.max_prompt_tokens, or let "
             "learner.overlong_samples cut or leave out such samples"
         )
-    total = sum(ref.num_tokens for ref in ordered)
-    least = max(1, -(-total // (shape.data_parallel * shape.max_tokens)))
+    total = shape.tokens(ordered)
+    least = max(1, -(-total // (shape.data_parallel * max(1, shape.room))))
     per_rank = -(-least // shape.count) * shape.count
     placed: list[list[Rank]] = []
     while not placed:  # ends: with a microbatch for each sample everything fits
@@ -74,7 +100,7 @@ def make_schedule(refs: Sequence[SampleRef], shape: ScheduleShape) -> MinibatchP
     best = min(placed, key=lambda ranks: _busiest(ranks, shape))
     return MinibatchPlan(
         schedule=tuple(_largest_first(rank, shape) for rank in best),
-        microbatch_tokens=max(_tokens(each) for rank in best for each in rank),
+        microbatch_tokens=max(sum(r.num_tokens for r in each) for rank in best for each in rank),
         num_loss_tokens=sum(ref.num_loss_tokens for ref in ordered),
     )
 
@@ -100,50 +126,64 @@ def _placements(
 ) -> list[list[Rank]]:
     """The placements into `per_rank` microbatches a rank that keep to the budget."""
     num_bins = per_rank * shape.data_parallel
-    weighs: tuple[Weigh, ...] = (shape.work, _length)
-    tried = [_place_balanced(ordered, num_bins, shape.max_tokens, weigh) for weigh in weighs]
+    weighs: tuple[Weigh, ...] = (shape.work, shape.size)
+    tried = [_place_balanced(ordered, num_bins, shape, weigh) for weigh in weighs]
     found = [bins for bins in tried if bins is not None]
     if not found:
-        tight = _place_tight(ordered, num_bins, shape.max_tokens)
+        tight = _place_tight(ordered, num_bins, shape)
         found = [] if tight is None else [tight]
     for bins in found if shape.is_pipelined else ():
-        _even_out([[each] for each in bins], _length, shape.max_tokens)
+        _even_out([[each] for each in bins], shape.size, shape.room, shape)
     return [_deal(bins, per_rank, shape) for bins in found]
 
 
+class _Bins:
+    """Microbatches being filled, and the room that is left in each."""
+
+    def __init__(self, num_bins: int, shape: ScheduleShape) -> None:
+        self.bins: list[Bin] = [[] for _ in range(num_bins)]
+        self._room, self._shape = [shape.room] * num_bins, shape
+
+    def takes(self, index: int, ref: SampleRef) -> bool:
+        """Whether there is room; an empty one takes any sample."""
+        return not self.bins[index] or self._shape.size(ref) <= self._room[index]
+
+    def put(self, index: int, ref: SampleRef) -> None:
+        self.bins[index].append(ref)
+        self._room[index] -= self._shape.size(ref)
+
+
 def _place_balanced(
-    ordered: Sequence[SampleRef], num_bins: int, max_tokens: int, weigh: Weigh
+    ordered: Sequence[SampleRef], num_bins: int, shape: ScheduleShape, weigh: Weigh
 ) -> list[Bin] | None:
     """Each sample into the lightest bin that has room (LPT); None where none has."""
-    bins: list[Bin] = [[] for _ in range(num_bins)]
-    room = [max_tokens] * num_bins
+    found = _Bins(num_bins, shape)
     heap = [(0.0, index) for index in range(num_bins)]
     for ref in ordered:
         full = []
-        while heap and room[heap[0][1]] < ref.num_tokens:
+        while heap and not found.takes(heap[0][1], ref):
             full.append(heapq.heappop(heap))
         if not heap:
             return None
         weight, index = heap[0]
-        bins[index].append(ref)
-        room[index] -= ref.num_tokens
+        found.put(index, ref)
         heapq.heapreplace(heap, (weight + weigh(ref), index))
         for each in full:
             heapq.heappush(heap, each)
-    return bins
+    return found.bins
 
 
-def _place_tight(ordered: Sequence[SampleRef], num_bins: int, max_tokens: int) -> list[Bin] | None:
+def _place_tight(
+    ordered: Sequence[SampleRef], num_bins: int, shape: ScheduleShape
+) -> list[Bin] | None:
     """Each sample into the first bin with room (FFD), or None where there is none."""
-    bins: list[Bin] = [[] for _ in range(num_bins)]
-    room = [max_tokens] * num_bins
+    found = _Bins(num_bins, shape)
     for ref in ordered:
-        index = next((i for i, left in enumerate(room) if left >= ref.num_tokens), None)
+        index = next((i for i in range(num_bins) if found.takes(i, ref)), None)
         if index is None:
             return None
-        bins[index].append(ref)
-        room[index] -= ref.num_tokens
-    return bins
+        found.put(index, ref)
+    return found.bins
 
 
 def _deal(bins: Sequence[Bin], per_rank: int, shape: ScheduleShape) -> list[Rank]:
@@ -156,12 +196,12 @@ def _deal(bins: Sequence[Bin], per_rank: int, shape: ScheduleShape) -> list[Rank
         rank = min(open_ranks, key=lambda candidate: sums[candidate])
         ranks[rank].append(each)
         sums[rank] += works[id(each)]
-    limit = max(map(_tokens, bins)) if shape.is_pipelined else shape.max_tokens
-    _even_out(ranks, shape.work, limit)
+    limit = max(map(shape.tokens, bins)) if shape.is_pipelined else shape.room
+    _even_out(ranks, shape.work, limit, shape)
     return ranks
 
 
-def _even_out(ranks: Sequence[Rank], weigh: Weigh, limit: int) -> None:
+def _even_out(ranks: Sequence[Rank], weigh: Weigh, limit: int, shape: ScheduleShape) -> None:
     """Trade samples between the heaviest rank and others until trading no longer helps, in place.
 
     No bin comes to hold more than `limit` tokens.
@@ -175,7 +215,7 @@ def _even_out(ranks: Sequence[Rank], weigh: Weigh, limit: int) -> None:
             gap = sums[heaviest] - sums[other]
             if gap <= enough:
                 return
-            moved = _trade(ranks[heaviest], ranks[other], gap, weigh, limit)
+            moved = _trade(ranks[heaviest], ranks[other], gap, weigh, limit, shape)
             if moved:
                 sums[heaviest] -= moved
                 sums[other] += moved
@@ -184,22 +224,24 @@ def _even_out(ranks: Sequence[Rank], weigh: Weigh, limit: int) -> None:
             return
 
 
-def _trade(heavy: Rank, light: Rank, gap: float, weigh: Weigh, limit: int) -> float:
+def _trade(
+    heavy: Rank, light: Rank, gap: float, weigh: Weigh, limit: int, shape: ScheduleShape
+) -> float:
     """Exchange the two samples, or move the one, that halve `gap` best; the weight moved, or 0."""
     offers: list[tuple[float, int, int]] = sorted(
         [(0.0, at, -1) for at in range(len(light))]
         + [(weigh(ref), at, i) for at, each in enumerate(light) for i, ref in enumerate(each)]
     )
     weights = [offer[0] for offer in offers]
-    room = [limit - _tokens(each) for each in heavy], [limit - _tokens(each) for each in light]
+    room = [[limit - shape.tokens(each) for each in rank] for rank in (heavy, light)]
     best, chosen = gap / 2, None  # how far the weight moved is from half of the gap
     for from_bin, each in enumerate(heavy):
         for index, ref in enumerate(each):
             weight = weigh(ref)
             near = bisect_left(weights, weight - gap / 2)
             for other_weight, to_bin, other_index in offers[max(0, near - 2) : near + 2]:
-                grows = ref.num_tokens
-                grows -= light[to_bin][other_index].num_tokens if other_index >= 0 else 0
+                grows = shape.size(ref)
+                grows -= shape.size(light[to_bin][other_index]) if other_index >= 0 else 0
                 if -grows > room[0][from_bin] or grows > room[1][to_bin]:
                     continue
                 distance = abs(weight - other_weight - gap / 2)
@@ -220,10 +262,10 @@ def _trade(heavy: Rank, light: Rank, gap: float, weigh: Weigh, limit: int) -> fl
 
 def _busiest(ranks: Sequence[Rank], shape: ScheduleShape) -> float:
     """Work of the rank that has most, filling included where there is any."""
-    longest = max(_tokens(each) for rank in ranks for each in rank)
+    longest = max(shape.tokens(each) for rank in ranks for each in rank)
     works = []
     for rank in ranks:
-        filling = sum(longest - _tokens(each) for each in rank) if shape.is_pipelined else 0
+        filling = sum(longest - shape.tokens(each) for each in rank) if shape.is_pipelined else 0
         samples = sum(shape.work(ref) for each in rank for ref in each)
         works.append(samples + shape.flops.filling(filling))
     return max(works)
@@ -234,11 +276,3 @@ def _largest_first(rank: Rank, shape: ScheduleShape) -> tuple[Microbatch, ...]:
         return sum(map(shape.work, microbatch))
 
     return tuple(tuple(each) for each in sorted(rank, key=work, reverse=True))
-
-
-def _length(ref: SampleRef) -> float:
-    return float(ref.num_tokens)
-
-
-def _tokens(microbatch: Sequence[SampleRef]) -> int:
-    return sum(ref.num_tokens for ref in microbatch)

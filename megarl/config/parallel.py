@@ -54,7 +54,8 @@ class LearnerParallelConfig(Group):
     be."""
     cp: Positive = 1
     """Context-parallel ranks: each computes two chunks of every sequence, which is padded to a
-    multiple of 2 x cp tokens, beyond `learner.max_tokens_per_microbatch` if need be."""
+    multiple of 2 x cp tokens. That counts to `learner.max_tokens_per_microbatch`, but for a sample
+    that is a microbatch alone."""
     sequence_parallel: bool = True
     """Where `tp` is above 1, cut what lies between the tensor-parallel linears by tokens over the
     same ranks: less memory, the same communication. Routed experts are trained with it only."""

@@ -54,8 +54,7 @@ class Multiples:
         >>> Multiples.of(LearnerMesh(tp=2, cp=2, pp=2, vpp=2), tokens=4)
         Multiples(sequence=4, microbatch=4, count=2, one_length=True)
         """
-        sequence = 2 * mesh.cp if mesh.cp > 1 else 1
-        count = mesh.pp if mesh.vpp > 1 else 1
+        sequence, count = mesh.sequence_multiple, mesh.pp if mesh.vpp > 1 else 1
         return cls(sequence, math.lcm(sequence, tokens), count, mesh.pp > 1)
 
 

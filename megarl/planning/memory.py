@@ -121,10 +121,10 @@ def predict(
 
 def full_microbatch(config: Config) -> Microbatch:
     """The largest one that the budget of tokens allows, each token with a loss."""
-    learner = config.learner
-    tp, cp = learner.parallel.tp, learner.parallel.cp
-    unit = math.lcm(token_multiple(learner.precision, tp, cp), 2 * cp if cp > 1 else 1)
-    tokens = -(-learner.max_tokens_per_microbatch // unit) * unit // cp
+    mesh, learner = learner_mesh(config), config.learner
+    multiple = token_multiple(learner.precision, mesh.tp, mesh.cp)
+    unit = math.lcm(multiple, mesh.sequence_multiple)
+    tokens = -(-learner.max_tokens_per_microbatch // unit) * unit // mesh.cp
     return Microbatch(tokens, tokens)
 
 

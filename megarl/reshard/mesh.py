@@ -61,6 +61,12 @@ class LearnerMesh:
         """Replicas of each routed expert's shard."""
         return self.stage_size // (self.ep * self.etp)
 
+    @property
+    def sequence_multiple(self) -> int:
+        """Tokens that every sequence is padded to a multiple of: context ranks take two chunks of
+        it each."""
+        return 2 * self.cp if self.cp > 1 else 1
+
     def rank(self, t: int, p: int, d: int, c: int = 0) -> int:
         """The rank at tensor position t, stage p, data position d, context position c."""
         return t + self.tp * (c + self.cp * (d + self.dp * p))

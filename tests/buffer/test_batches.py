@@ -127,3 +127,5 @@ def test_settings_of_a_pipeline_shape_its_schedule() -> None:
     assert of() == ScheduleShape(1, 99, flops)
     assert of(pp=4) == ScheduleShape(1, 99, flops, is_pipelined=True)
     assert of(pp=4, vpp=2) == ScheduleShape(1, 99, flops, is_pipelined=True, count=4)
+    assert of(cp=4) == ScheduleShape(1, 99, flops, sequence_multiple=8, token_multiple=4)
+    assert of(tp=2) == ScheduleShape(1, 99, flops, token_multiple=2)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.actor.flops import SequenceFlops
 from megarl.buffer.schedule import ScheduleShape, dp_imbalance, make_schedule
@@ -211,3 +214,51 @@ def test_rank_without_a_sample_gets_an_empty_microbatch() -> None:
 def test_sample_longer_than_a_microbatch_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigError, match=r"= 8: sample g000-001 has 9 tokens"):
         scheduled([3, 9], 1, 8)
+
+
+padded_shapes = st.builds(
+    ScheduleShape,
+    data_parallel=st.integers(1, 3),
+    max_tokens=st.integers(60, 130),
+    flops=st.just(LINEAR),
+    is_pipelined=st.booleans(),
+    count=st.integers(1, 3),
+    sequence_multiple=st.sampled_from([1, 4, 8]),
+    token_multiple=st.sampled_from([1, 2, 16, 32]),
+)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 60), max_size=20), padded_shapes)
+def test_microbatches_as_the_learner_pads_them_are_within_the_budget(
+    lengths: list[int], shape: ScheduleShape
+) -> None:
+    """What the learner packs, by its own arithmetic."""
+    plan = make_schedule(samples(lengths), shape)
+    placed = sorted(ref.sample_id for rank in plan.schedule for each in rank for ref in each)
+    assert placed == [f"g000-{i:03d}" for i in range(len(lengths))]
+    assert {len(rank) % shape.count for rank in plan.schedule} == {0}
+    assert len({len(rank) for rank in plan.schedule}) == 1
+    unit = math.lcm(shape.sequence_multiple, shape.token_multiple)
+    for rank in plan.schedule:
+        for each in rank:
+            padded = sum(aligned(ref.num_tokens, shape.sequence_multiple) for ref in each)
+            assert aligned(padded, unit) <= shape.max_tokens or len(each) == 1
+    assert plan.microbatch_tokens <= shape.max_tokens
+
+
+def aligned(count: int, unit: int) -> int:
+    return (count + unit - 1) // unit * unit
+
+
+def test_padding_of_sequences_counts_to_the_budget() -> None:
+    """Four samples of 9 tokens are four of 12 where each is padded to a multiple of 4."""
+    shape = ScheduleShape(1, 36, LINEAR, sequence_multiple=4)
+    assert [len(each) for each in make_schedule(samples([9] * 4), shape).schedule[0]] == [2, 2]
+    assert len(scheduled([9] * 4, 1, 36).schedule[0]) == 1
+
+
+def test_sample_that_only_its_padding_takes_over_the_budget_is_alone() -> None:
+    shape = ScheduleShape(1, 34, LINEAR, sequence_multiple=8)
+    plan = make_schedule(samples([34, 8, 8]), shape)
+    assert [sum(ref.num_tokens for ref in each) for each in plan.schedule[0]] == [34, 16]
