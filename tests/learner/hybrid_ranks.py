@@ -108,7 +108,6 @@ def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
         float((w.float() - weights[n].float()).norm() / weights[n].float().norm())
         for n, w in learner.weights.items()
     )
-    seen["moved"] = [len(learner.weights), case["fraction"]]
     stop()
     (folder / f"{name}.{rank}.json").write_text(json.dumps(seen))
 

@@ -57,3 +57,36 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         name: [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in RANKS]
         for name in CASES
     }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_an_optimizer_on_the_device(
+    seen: dict[str, list[dict[str, Any]]], case: str
+) -> None:
+    for rank in seen[case]:
+        expected, found = rank["metrics"]
+        for one, other in zip(expected, found, strict=True):
+            assert one.keys() == other.keys()
+            assert all(math.isclose(one[n], other[n], rel_tol=1e-4, abs_tol=1e-6) for n in one)
+        print(f"{case}: weights off by {rank['off']:.1e}")
+        assert rank["off"] < (1e-6 if CASES[case][0] == "fp32" else 1e-4)
+        assert len({step["loss/total"] for step in expected}) == len(expected)  # it learned
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_share_that_was_asked_for_is_in_host_memory(
+    seen: dict[str, list[dict[str, Any]]], case: str
+) -> None:
+    for rank in seen[case]:
+        inside, total = rank["hosted"]
+        assert total > 0
+        assert CASES[case][1] * total <= inside <= total
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_policy_that_is_loaded_is_the_one_that_was_saved(
+    seen: dict[str, list[dict[str, Any]]], case: str
+) -> None:
+    for rank in seen[case]:
+        before, after = rank["logprobs after loading"]
+        assert after == before
