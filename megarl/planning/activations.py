@@ -78,18 +78,19 @@ class Kept:
         """Of router and experts."""
         return self.router + self.dispatched + self.expanded + self.activated + self.shared
 
-    def recomputed(self, modules: Sequence[str]) -> int:
-        """What is not kept where `modules` of `learner.recompute` are computed again."""
-        given_up = {
-            "core_attn": self.core - (0 if "mla_up_proj" in modules else self.core_begins),
-            "layernorm": self.norms,
-            "mla_up_proj": self.heads,
+    def recomputed(self, modules: Sequence[str]) -> tuple[int, int]:
+        """What is not kept where `modules` of `learner.recompute` are computed again, and the most
+        of it that is there again at one time: attention's comes after the MLP's backward pass."""
+        core = self.core - (0 if "mla_up_proj" in modules else self.core_begins)
+        attention = {"core_attn": core, "mla_up_proj": self.heads, "layernorm": self.norms}
+        mlp = {
             "mlp": self.mlp,
             "moe": self.moe,
             "moe_act": self.activated,
             "shared_experts": self.shared,
         }
-        return sum(given_up[name] for name in modules)
+        parts = [sum(part[name] for name in modules if name in part) for part in (attention, mlp)]
+        return sum(parts), max(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,8 @@ def _grouped(sizes: Sizes) -> Kept:
     norm = sizes.scattered(shape.hidden_size) + sizes.normed(shape.hidden_size)
     fused = query + 2 * key  # one product, of which keys and values are views
     before = 0 if local and not shape.qk_norm else fused
-    if shape.qk_norm:  # queries are copied from it
-        before += query + sizes.whole(heads + groups, FP32)
+    if shape.qk_norm:  # queries of several groups are copied from it
+        before += (query if groups > 1 else 0) + sizes.whole(heads + groups, FP32)
         before += sizes.whole((heads + groups) * shape.head_dim, FP32) if local else key
     rotated = 4 * round(shape.head_dim * shape.rotary_fraction)  # cosines, sines; of two
     if local:  # copies of queries, keys and values, in which sequences of one length are a batch
@@ -199,15 +200,15 @@ def _experts(sizes: Sizes, moe: MixtureOfExperts) -> dict[str, int]:
     cuts, shape = sizes.cuts, sizes.shape
     chosen = -(-sizes.num_tokens // cuts.sequence) * moe.experts_per_token * cuts.etp
     inner = chosen * -(-moe.expert_intermediate_size // cuts.etp) * sizes.element
-    scores = sizes.scattered(moe.num_experts, FP32)
-    entry = sizes.scattered(shape.hidden_size, FP32) if sizes.element < FP32 else 0
+    places = sizes.scattered(moe.num_experts, INDEX)  # of tokens, sorted by expert
+    scores = sizes.scattered(moe.experts_per_token, INDEX + FP32)
     shared = 0
     if moe.shared_intermediate_size:
         shared = _gated(sizes, moe.shared_intermediate_size)
     return {
-        "router": entry + 4 * scores,
-        "dispatched": chosen * (shape.hidden_size * sizes.element + 2 * INDEX),
+        "router": places + scores,
+        "dispatched": chosen * (shape.hidden_size * sizes.element + INDEX),
         "expanded": 2 * inner,
-        "activated": (1 if cuts.fused else 4) * inner,
+        "activated": (1 if cuts.fused else 4) * inner + chosen * FP32,
         "shared": shared,
     }

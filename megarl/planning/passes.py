@@ -30,8 +30,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKept:
-    """Of one microbatch in one model chunk: what it keeps, and what is alive besides while a part
-    of it is computed again."""
+    """Of one microbatch in one model chunk: what it keeps, and what comes to that, at most, while
+    its backward pass computes parts of it again."""
 
     kept: int
     again: int
@@ -42,18 +42,33 @@ def chunk_kept(sizes: Sizes, kinds: Sequence[str], recompute: RecomputeConfig) -
     layers = [layer_kept(sizes, kind) for kind in kinds]
     whole = [layer.total for layer in layers]
     entry = sizes.scattered(sizes.shape.hidden_size)
-    step = recompute.num_layers
+    step, table = recompute.num_layers, 0
     if recompute.granularity == "none":
-        return ChunkKept(sum(whole), 0)
-    if recompute.granularity == "selective":
-        modules = recompute.modules
-        given_up = [min(layer.recomputed(modules), layer.total) for layer in layers]
-        return ChunkKept(sum(whole) - sum(given_up), max(given_up, default=0))
-    if recompute.method == "block":
-        again = max(whole[:step], default=entry) - entry
-        return ChunkKept(entry * len(whole[:step]) + sum(whole[step:]), again)
-    units = [sum(whole[at : at + step]) for at in range(0, len(whole), step)]
-    return ChunkKept(entry * len(units), max(units, default=entry) - entry)
+        parts = [(size, 0) for size in whole]
+    elif recompute.granularity == "selective":
+        given_up = [layer.recomputed(recompute.modules) for layer in layers]
+        parts = [(size - every, one) for size, (every, one) in zip(whole, given_up, strict=True)]
+    else:
+        table = _rotary_table(sizes) if kinds else 0
+        if recompute.method == "block":
+            parts = [(entry, size - entry) for size in whole[:step]]
+            parts += [(size, 0) for size in whole[step:]]
+        else:
+            units = [sum(whole[at : at + step]) for at in range(0, len(whole), step)]
+            parts = [(entry, size - entry) for size in units]
+    kept = most = table
+    for part, again in parts:  # the backward pass takes them from the last on
+        kept += part
+        most = max(most, kept + again)
+    return ChunkKept(kept, most - kept)
+
+
+def _rotary_table(sizes: Sizes) -> int:
+    """Angles of all positions, which recomputed layers share: of as many as fill a multiple of 128,
+    in fp32 (learner/passes.py)."""
+    mla, head = sizes.shape.mla, sizes.shape.head_dim
+    width = mla.qk_rope_head_dim if mla else round(head * sizes.shape.rotary_fraction)
+    return 0 if mla else -(-sizes.num_tokens // 128) * 128 * width * FP32
 
 
 def in_flight(pp: int, vpp: int, stage: int, num_microbatches: int | None = None) -> list[int]:

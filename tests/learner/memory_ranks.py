@@ -22,6 +22,7 @@ from megarl.learner.distributed import stop
 from megarl.learner.learner import Learner
 from megarl.learner.loss import LossWeights
 from megarl.learner.verbs import PARTS
+from megarl.types import Batch
 from tests.learner.parity_ranks import gradients, off_by, plan_of
 
 
@@ -107,6 +108,7 @@ def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
         expected = expected or grads
         off = max(off_by(grads, expected).values())
         found[name] = {"off": off, "saved": saved.most}
+        learner.score(Batch(0, (plan,), 0, 7))
         learner.step(plan)
         found[name] |= {
             "state": state_bytes(learner),

@@ -27,7 +27,7 @@ from tests.learner.parity import WEIGHTS, Case, Oracle
 
 ROOT = Path(__file__).parents[2]
 KEPT_BOUND = 0.01  # relative, of what autograd keeps, in fp32 on CPUs
-ROUTED_BOUND = 0.02  # the same over all ranks, of which experts take tokens unevenly
+LATENT_BOUND = 0.12  # where torch's attention keeps scores: values are narrower than keys
 
 FULL = {"granularity": "full"}
 NONE: dict[str, dict[str, Any]] = {"none": {}}
@@ -84,7 +84,8 @@ FROZEN = {"kl": {"coef": 0.1}, "reference": {"storage": "fp8"}}
 QUICK = {
     "qwen3": Kept(Case("qwen3"), DENSE),
     "deepseek-v3": Kept(Case("deepseek-v3"), LATENT),
-    "qwen3-moe-ep2-dp2": Kept(Case("qwen3-moe", 2, {"ep": 2}), EXPERTS),
+    "qwen3-moe-tp2-ep2": Kept(Case("qwen3-moe", 1, {"tp": 2, "ep": 2}), EXPERTS),
+    "qwen3-moe-ep2-dp2": Kept(Case("qwen3-moe", 2, {"ep": 2})),
     "qwen3-tp2": Kept(Case("qwen3", 1, {"tp": 2})),
     "llama-tied-pp2": Kept(Case("llama", 1, {"pp": 2}), tied=True),
     "qwen3-dp2-bf16": Kept(Case("qwen3", 2), params="bf16"),
@@ -216,9 +217,16 @@ def marked(names: Any) -> list[Any]:
 
 VARIANTS = [(name, variant) for name, kept in CASES.items() for variant in kept.variants]
 RECOMPUTED = marked([row for row in VARIANTS if row[1] != "none"])
-IN_FP32 = [
-    row for row in VARIANTS if CASES[row[0]].params == "fp32" and not CASES[row[0]].case.more
-]
+
+
+def is_planned(kept: Kept) -> bool:
+    """Whether a rank's tokens follow from its schedule: experts over data-parallel ranks take those
+    of other schedules too."""
+    routed_apart = kept.case.dp > 1 and kept.case.parallel.get("ep", 1) > 1
+    return kept.params == "fp32" and "advantage" not in kept.case.more and not routed_apart
+
+
+KEPT = marked([row for row in VARIANTS if is_planned(CASES[row[0]])])
 
 
 @pytest.mark.parametrize(("name", "variant"), RECOMPUTED)
@@ -258,17 +266,16 @@ def test_order_of_parameters_is_megatrons(seen: Seen, name: str) -> None:
         assert sorted(found["names"], key=made_when) == found["names"]
 
 
-@pytest.mark.parametrize(("name", "variant"), marked(IN_FP32))
+@pytest.mark.parametrize(("name", "variant"), KEPT)
 def test_autograd_keeps_what_is_planned(seen: Seen, name: str, variant: str) -> None:
     found = [rank["saved"] for rank in seen.of(name, variant)]
     planned = seen.kept(name, variant)
-    routed = "moe" in name or "deepseek" in name
-    if routed:
+    if CASES[name].case.parallel.get("ep", 1) > 1:  # experts take uneven parts of all tokens
         found, planned = [sum(found)], [sum(planned)]
     for one, other in zip(found, planned, strict=True):
         print(f"{name}, {variant}: {one} bytes, planned {other}: {other / one - 1:+.4f}")
-    for one, other in zip(found, planned, strict=True):
-        assert abs(other / one - 1) < (ROUTED_BOUND if routed else KEPT_BOUND)
+    bound = LATENT_BOUND if CASES[name].case.model == "deepseek-v3" else KEPT_BOUND
+    assert all(abs(p / f - 1) < bound for f, p in zip(found, planned, strict=True))
 
 
 @pytest.mark.parametrize("name", marked(CASES))
@@ -277,5 +284,7 @@ def test_measured_bytes_are_beside_those_that_are_planned(seen: Seen, name: str)
         metrics = rank["metrics"]
         assert metrics["memory/state_bytes"] == metrics["memory/state_predicted_bytes"]
         # A process has more than the learner: the interpreter and its libraries.
-        assert metrics["memory/train_rss_bytes"] > metrics["memory/train_predicted_bytes"] > 0
-        assert "memory/offloaded_rss_bytes" not in metrics  # it was not offloaded
+        for phase in ("score", "train"):
+            measured = metrics[f"memory/{phase}_rss_bytes"]
+            assert measured > metrics[f"memory/{phase}_predicted_bytes"] > 0
+        assert not any("sync" in metric or "offloaded" in metric for metric in metrics)
