@@ -184,7 +184,7 @@ def _latent(sizes: Sizes, mla: LatentAttention) -> Kept:
     norm = sizes.scattered(shape.hidden_size) + sizes.normed(shape.hidden_size)
     all_heads = 2 * query + value
     if local:
-        core = all_heads + value + _local_core(sizes, heads)
+        core = 4 * query + _local_core(sizes, heads)  # values are padded to the width of keys
         return Kept(norms=norm, attention=down + value, heads=up, core=core, core_begins=all_heads)
     core = sizes.whole(heads, FP32)
     return Kept(norms=norm, attention=down + value, heads=up + all_heads, core=core)
@@ -202,6 +202,8 @@ def _experts(sizes: Sizes, moe: MixtureOfExperts) -> dict[str, int]:
     inner = chosen * -(-moe.expert_intermediate_size // cuts.etp) * sizes.element
     places = sizes.scattered(moe.num_experts, INDEX)  # of tokens, sorted by expert
     scores = sizes.scattered(moe.experts_per_token, INDEX + FP32)
+    if moe.scoring == "sigmoid":  # of all experts, and the sum of the chosen
+        scores += sizes.scattered(moe.num_experts + 1, FP32)
     shared = 0
     if moe.shared_intermediate_size:
         shared = _gated(sizes, moe.shared_intermediate_size)

@@ -66,9 +66,11 @@ def chunk_kept(sizes: Sizes, kinds: Sequence[str], recompute: RecomputeConfig) -
 def _rotary_table(sizes: Sizes) -> int:
     """Angles of all positions, which recomputed layers share: of as many as fill a multiple of 128,
     in fp32 (learner/passes.py)."""
-    mla, head = sizes.shape.mla, sizes.shape.head_dim
-    width = mla.qk_rope_head_dim if mla else round(head * sizes.shape.rotary_fraction)
-    return 0 if mla else -(-sizes.num_tokens // 128) * 128 * width * FP32
+    shape = sizes.shape
+    if shape.mla is not None:  # which makes its own
+        return 0
+    width = round(shape.head_dim * shape.rotary_fraction)
+    return -(-sizes.num_tokens // 128) * 128 * width * FP32
 
 
 def in_flight(pp: int, vpp: int, stage: int, num_microbatches: int | None = None) -> list[int]:

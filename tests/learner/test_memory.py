@@ -27,7 +27,7 @@ from tests.learner.parity import WEIGHTS, Case, Oracle
 
 ROOT = Path(__file__).parents[2]
 KEPT_BOUND = 0.01  # relative, of what autograd keeps, in fp32 on CPUs
-LATENT_BOUND = 0.12  # where torch's attention keeps scores: values are narrower than keys
+MIXED_BOUND = 0.05  # with modules of both parts of a layer, of which the plan takes the larger
 
 FULL = {"granularity": "full"}
 NONE: dict[str, dict[str, Any]] = {"none": {}}
@@ -274,7 +274,7 @@ def test_autograd_keeps_what_is_planned(seen: Seen, name: str, variant: str) -> 
         found, planned = [sum(found)], [sum(planned)]
     for one, other in zip(found, planned, strict=True):
         print(f"{name}, {variant}: {one} bytes, planned {other}: {other / one - 1:+.4f}")
-    bound = LATENT_BOUND if CASES[name].case.model == "deepseek-v3" else KEPT_BOUND
+    bound = MIXED_BOUND if "mla_up_proj" in variant else KEPT_BOUND
     assert all(abs(p / f - 1) < bound for f, p in zip(found, planned, strict=True))
 
 
