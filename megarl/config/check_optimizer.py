@@ -1,6 +1,6 @@
 """What keeps an optimizer from having its state in host memory (`offload_fraction`).
 
-Owns those combinations: what Megatron-Core 0.19.2 does not do, or gets wrong.
+Owns the words for what Megatron-Core 0.19.2 does not do, or gets wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FIELD = "offload_fraction"
 
 
 def check_offload(config: Config) -> Iterator[Violation]:
-    """Settings against each other, of the policy's optimizer and of a critic's."""
+    """The policy's optimizer, and a critic's."""
     optimizers = {"learner.optimizer": config.learner.optimizer}
     if config.has_critic:
         optimizers["critic.optimizer"] = config.critic.optimizer
@@ -24,16 +24,17 @@ def check_offload(config: Config) -> Iterator[Violation]:
             continue
         name = f"{group}.{FIELD}"
         if uses_cpu(config):
-            yield Violation(
-                f"{name} = {settings.offload_fraction} on a CPU: all of the state is in host "
-                "memory there, and Megatron's hybrid optimizer moves what is on a GPU only; "
-                "remove it",
-                (name, "launch.device"),
+            why, more = "all of the state is in host memory on a CPU", "launch.device"
+        else:
+            # HybridDeviceOptimizer.dummy_step, which DistributedOptimizer.load_state_dict calls
+            why, more = (
+                "a run cannot do it yet: Megatron-Core loads a checkpoint into a new hybrid "
+                "optimizer only after a step with random gradients, which changes the weights that "
+                "were loaded, so that a run that is continued would not sample from its policy",
+                "learner.optimizer",
             )
-        if config.learner.precision.fp8_param:
-            yield Violation(
-                f"{name} = {settings.offload_fraction} with learner.precision.fp8_param: weights "
-                "in FP8 have no shard that could be updated elsewhere "
-                "(megatron/training/arguments.py); use one",
-                (name, "learner.precision.fp8_param"),
-            )
+        yield Violation(
+            f"{name} = {settings.offload_fraction}: {why}; remove it, and see docs/memory.md for "
+            "what else takes less memory",
+            (name, more),
+        )

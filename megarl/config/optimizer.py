@@ -41,8 +41,8 @@ class OptimizerConfig(Group):
     offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the state (fp32 masters and moments) that is in host memory always, where the CPU
     updates it; gradients go there and weights come back in each step (Megatron's
-    HybridDeviceOptimizer). At least so much, in whole tensors of a rank. 0 keeps all on the GPU. On
-    a CPU it is refused."""
+    HybridDeviceOptimizer). At least so much, in whole tensors of a rank. 0 keeps all on the GPU. A
+    run cannot do it yet (docs/memory.md)."""
 
 
 def offload_fields(settings: OptimizerConfig) -> dict[str, Any]:
