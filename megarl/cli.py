@@ -1,6 +1,7 @@
-"""The command line: train | check | config | reshard | help. Owns its form, help and exit status.
+"""The command line: its commands, their form, help and exit status.
 
-What a command does is elsewhere: settings are described by `config/`, a run is made by `launch/`.
+What a command does is elsewhere: settings are described by `config/`, a run is made by `launch/`,
+checkpoints are read and written by `convert/`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megarl.reshard.mesh import MAX_RANKS
 from megarl.reward.function import load_function
 from megarl.rollout.engine_args import violations
 
+COMMANDS = ("train", "config", "check", "reshard", "convert", "inspect", "compare")
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 WIDTH = 100
 
@@ -46,6 +48,9 @@ megarl: reinforcement learning for language models; Megatron-Core learns, SGLang
   megarl config CONFIG [--group.setting VALUE ...]   print every setting, resolved and checked
   megarl reshard explain CONFIG [--group.setting VALUE ...] [--tensor NAME] [--json]
                                                      how weights travel from learner to servers
+  megarl convert SRC DST [--dtype bf16] [--dry-run]  make a checkpoint in the other format
+  megarl inspect CKPT                                what is in a checkpoint
+  megarl compare A B                                 compare two checkpoints, element by element
   megarl help [NAME]                                 describe a command, a setting, a group of them,
                                                      or all settings
   megarl --version
@@ -157,11 +162,13 @@ def _dispatch(given: list[str]) -> int:
             raise ConfigError(
                 "megarl check takes sync, fp8 or parallel and a TOML file: megarl check sync CONFIG"
             )
+        case ["convert" | "inspect" | "compare" as command, *rest]:
+            return _on_checkpoints(command, rest)
         case ["train" | "config" as command, *_]:
             raise ConfigError(
                 f"megarl {command} needs a TOML file first: megarl {command} CONFIG [--name value]"
             )
-        case ["help", "train" | "check" | "config" | "reshard" as command]:
+        case ["help", command] if command in COMMANDS:
             return _dispatch([command, "--help"])
         case ["help"]:
             _print(f"{_reference(setting_groups())}\n")
@@ -169,7 +176,7 @@ def _dispatch(given: list[str]) -> int:
             _print(f"{_reference(_matching(name))}\n")
         case [command, *_]:
             raise ConfigError(
-                f"{command!r} is no command of megarl; use train, config, check, reshard or help"
+                f"{command!r} is no command of megarl; use {', '.join(COMMANDS)} or help"
             )
     return 0
 
@@ -230,6 +237,18 @@ def _check_parallel(path: str, arguments: list[str]) -> int:
     flags, overrides = _flags(arguments, (), ("--batch",))
     batch = Path(flags["--batch"]).absolute() if "--batch" in flags else None
     status, text = run_check_parallel(load_layout(path, overrides), batch)
+    _print(text)
+    return status
+
+
+def _on_checkpoints(command: str, arguments: list[str]) -> int:
+    from megarl.convert import commands  # as for _train; some read with torch
+
+    if not arguments or "-h" in arguments or "--help" in arguments:
+        _print(commands.HELP[command])
+        return 0
+    flags, paths = _flags(arguments, *commands.OPTIONS[command])
+    status, text = commands.run(command, paths, flags)
     _print(text)
     return status
 

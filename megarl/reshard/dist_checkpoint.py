@@ -6,8 +6,8 @@ that are alike share one tensor with a leading dim of layers; others have their 
 The experts of a layer share one tensor with a leading dim of experts, whatever form they have in
 memory. Knows nothing of torch: chunks come as plain values.
 
-It is for the conversion of checkpoints: planned to the layout of files or of another mesh, one is
-converted by the same executor that loads weights. No command of megarl converts one yet.
+It is for the conversion of checkpoints (`convert/`): planned to the layout of other files, one is
+converted by the same executor that loads weights.
 
 Source: checkpoints saved by megatron-core 0.19.2 (transformer/transformer_block.py, mlp.py,
 moe/experts.py, multi_token_prediction.py). Layers for multi-token prediction, and experts saved as
@@ -17,8 +17,8 @@ tensors of their own, are by these files' rules; the tests read real checkpoints
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from megarl.actor.shape import ModelShape
 from megarl.errors import LayoutError
@@ -45,7 +45,9 @@ EMBEDDING = "embedding.word_embeddings.weight"
 IGNORED_PREFIXES = ("optimizer.", "chained_", "rng")
 
 _LAYERS = re.compile(r"decoder\.layers\.(?!\d)")
+_NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.experts\.(?:(\d+)\.)?")
+_LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj))\.weight$")
 _HALF = re.compile(r"(\.linear_fc1\.weight)_([wv])$")
 
 
@@ -79,8 +81,19 @@ class Place:
     local: str
 
 
+def policy_chunks(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
+    """Those of the model itself: without the optimizer's, which may have files of their own."""
+    return tuple(chunk for chunk in chunks if not chunk.key.startswith(IGNORED_PREFIXES))
+
+
+def without_absent_mtp(shape: ModelShape, chunks: Iterable[Chunk]) -> ModelShape:
+    """The model that was saved: layers for multi-token prediction need not be trained with it."""
+    has_mtp = any(chunk.key.startswith("mtp.") for chunk in chunks)
+    return shape if has_mtp else replace(shape, num_mtp_layers=0)
+
+
 def chunk_files(chunks: Iterable[Chunk]) -> tuple[str, ...]:
-    """The files of a checkpoint, sorted by name: the ranks of its layout, in order."""
+    """The files that chunks are in, sorted by name: the ranks of their layout, in order."""
     return tuple(sorted({chunk.file for chunk in chunks}))
 
 
@@ -122,13 +135,61 @@ def place(chunk: Chunk) -> Place:
     return Place(key, shape, box, sizes, local)
 
 
+def saved_chunks(shape: ModelShape, vocab_divisor: int = 128) -> tuple[Chunk, ...]:
+    """What Megatron saves of the model on one rank, in the order of the forward pass: no file yet.
+
+    Every tensor of a layer is a chunk, and each expert's is. Layers share a tensor where none has
+    experts, as Megatron has it by default. `vocab_divisor` pads the vocabulary's rows; any other
+    padding loads too. Names are those of the learner's layer spec, Transformer Engine's.
+    """
+    model = megatron_layout(shape, LearnerMesh(), vocab_divisor, forms=("te", "grouped")).rank(0)
+    return tuple(chunk for tensor in model.tensors for chunk in _saved(tensor, shape))
+
+
+def extra_states(chunks: Iterable[Chunk]) -> tuple[str, ...]:
+    """Keys of the empty objects that Megatron has beside weights of linears, and asks for.
+
+    Not those of experts, whose form is Transformer Engine's own.
+
+    >>> weight = Chunk("decoder.layers.mlp.linear_fc2.weight", (4, 8, 6), (3, 0, 2), (1, 8, 2), "f")
+    >>> extra_states([weight])
+    ('decoder.layers.mlp.linear_fc2._extra_state/shard_3_4',)
+    """
+    keys = []
+    for chunk in chunks:
+        module = _LINEAR.match(chunk.key)
+        if module and ".experts.experts." not in chunk.key:
+            shared = _LAYERS.match(chunk.key) is not None
+            at, count = (chunk.offsets[0], chunk.shape[0]) if shared else (0, 1)
+            keys.append(f"{module[1]}._extra_state/shard_{at}_{count}")
+    return tuple(keys)
+
+
+def _saved(tensor: LocalTensor, shape: ModelShape) -> Iterator[Chunk]:
+    """The inverse of `place`, for whole tensors."""
+    key = tensor.name.replace(".mtp_model_layer.", ".transformer_layer.")
+    lead: tuple[tuple[int, int], ...] = ()  # (length, index) of the dims before the chunk's own
+    layer = _NUMBERED.match(key)
+    if layer and shape.moe is None:
+        key = _NUMBERED.sub("decoder.layers.", key)
+        lead = ((shape.num_layers, int(layer[1])),)
+    own, leads = tensor.shape, [lead]
+    if ".experts.linear_" in key:
+        key = key.replace(".experts.", ".experts.experts.")
+        num_experts, *rest = tensor.shape
+        own, leads = tuple(rest), [(*lead, (num_experts, i)) for i in range(num_experts)]
+    for lead in leads:
+        lengths, at = tuple(length for length, _ in lead), tuple(index for _, index in lead)
+        yield Chunk(key, (*lengths, *own), (*at, *(0 for _ in own)), (*(1 for _ in at), *own), "")
+
+
 def dist_checkpoint_layout(shape: ModelShape, chunks: Sequence[Chunk]) -> Layout:
-    """The layout of a checkpoint's files: rank i is `chunk_files(chunks)[i]`.
+    """The layout of a checkpoint's files: rank i is `chunk_files(policy_chunks(chunks))[i]`.
 
     A chunk is the local tensor `place(chunk).local`. Raises LayoutError where the checkpoint is not
     of this model: a tensor is missing, in part or whole, stored twice, unknown or of another shape.
     """
-    known = {chunk: place(chunk) for chunk in chunks if not chunk.key.startswith(IGNORED_PREFIXES)}
+    known = {chunk: place(chunk) for chunk in policy_chunks(chunks)}
     files = chunk_files(known)
     model = _model(shape, known)
     held = model.rank(0)

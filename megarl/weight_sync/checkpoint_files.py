@@ -8,13 +8,9 @@ nothing of servers.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
-import shutil
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -23,32 +19,21 @@ import torch.distributed as dist
 
 from megarl.actor.parameters import BlockTable, block_table
 from megarl.actor.shape import ModelShape
-from megarl.config.served import quantization_config
+from megarl.config.model_folder import copy_beside, write_config
 from megarl.errors import WeightSyncError, in_words
 from megarl.reshard import execute
 from megarl.reshard.blocks import ScaleBlock
-from megarl.reshard.explicit import explicit_layout
-from megarl.reshard.files import FLOAT8, INDEX, SINGLE
-from megarl.reshard.layout import Box, Layout, LocalTensor, Piece, RankLayout, local_box, whole
+from megarl.reshard.files import FLOAT8, layout_of_headers
+from megarl.reshard.layout import Box, Layout, local_box
+from megarl.reshard.shard_files import SHARD_BYTES, TensorToStore, shard_files, write_index
 from megarl.reshard.store import cached_plan
 from megarl.weight_sync.formats import WireFormat, dtype_name, wire_format
 from megarl.weight_sync.full import stored_shape
 from megarl.weight_sync.together import from_all
 
-SHARD_BYTES = 5_000_000_000  # of one file, as Hugging Face's save_pretrained has it
-COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of the model's folder, but the index
 STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: FLOAT8}
+LOADED_AS = {spelled: dtype for dtype, spelled in STORED_AS.items()}
 _WRITING = ".writing"  # behind a folder's name until it is whole
-
-
-@dataclass(frozen=True, slots=True)
-class ShardFile:
-    """One file: its name, its header, and where the bytes of each tensor begin, and its size."""
-
-    name: str
-    header: bytes
-    starts: Mapping[str, int]
-    num_bytes: int
 
 
 class CheckpointWriter:
@@ -75,13 +60,9 @@ class CheckpointWriter:
         self._wire, self._num_mtp_layers = wire_format(dtype, layout), shape.num_mtp_layers
         self._fp8_block = fp8_block
         table = block_table(shape, fp8_block)
-        self._tensors = _stored_tensors(table, self._wire)
-        parts = _shards(self._tensors, shard_bytes)
-        self.files = tuple(
-            _shard_file(_file_name(number, len(parts)), names, self._tensors)
-            for number, names in enumerate(parts)
-        )
-        plan = cached_plan(layout, _files_layout(table, parts), None, self._wire.policy.itemsize)
+        self.files = shard_files(_stored_tensors(table, self._wire), shard_bytes)
+        written = layout_of_headers({Path(file.name): file.tensors for file in self.files}, table)
+        plan = cached_plan(layout, written, None, self._wire.policy.itemsize)
         self._moves = plan.sends(rank)
 
     @property
@@ -120,24 +101,10 @@ class CheckpointWriter:
             with (part / file.name).open("wb") as opened:
                 opened.write(file.header)
                 opened.truncate(file.num_bytes)
-        if len(self.files) > 1:
-            weight_map = {name: file.name for file in self.files for name in file.starts}
-            total = sum(file.num_bytes - len(file.header) for file in self.files)
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (part / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        for path in sorted(self._model.iterdir()):
-            if path.is_file() and path.suffix in COPIED and path.name != INDEX:
-                shutil.copyfile(path, part / path.name)
-        config = json.loads((self._model / "config.json").read_text(encoding="utf-8"))
-        config.pop("quantization_config", None)  # the policy is not quantized, but for servers
-        if self._fp8_block is not None:
-            config["quantization_config"] = quantization_config(self._fp8_block)
-        if "num_nextn_predict_layers" in config:
-            config["num_nextn_predict_layers"] = self._num_mtp_layers
-        for name in ("dtype", "torch_dtype"):
-            if name in config:
-                config[name] = dtype_name(self._wire.policy)
-        (part / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        write_index(self.files, part)
+        copy_beside(self._model, part)
+        dtype = dtype_name(self._wire.policy)
+        write_config(self._model, part, dtype, self._num_mtp_layers, self._fp8_block)
 
     def _fill(self, part: Path) -> None:
         """This rank's intervals, down to the disk."""
@@ -147,10 +114,11 @@ class CheckpointWriter:
                 file = self.files[move.dst]
                 if move.dst not in opened:
                     opened[move.dst] = os.open(part / file.name, os.O_WRONLY)
-                shape, dtype = self._tensors[move.dst_local]
+                stored = file.tensors[move.dst_local]
+                dtype = LOADED_AS[stored.dtype]
                 values = execute.read(move, self._parameters).detach().to("cpu", dtype)
                 box = local_box(move.box, move.dst_at)
-                _write_box(opened[move.dst], file.starts[move.dst_local], shape, box, values)
+                _write_box(opened[move.dst], stored.start, stored.shape, box, values)
             for descriptor in opened.values():
                 os.fsync(descriptor)
         finally:
@@ -158,86 +126,13 @@ class CheckpointWriter:
                 os.close(descriptor)
 
 
-Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-def _stored_tensors(
-    table: BlockTable, wire: WireFormat
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor of the checkpoint, in the order of the forward pass."""
+def _stored_tensors(table: BlockTable, wire: WireFormat) -> dict[str, TensorToStore]:
+    """Every tensor of the checkpoint by name, in the order of the forward pass."""
     return {
-        name: (stored_shape(parameter), wire.of_precision(parameter.precision))
-        for parameter in table.parameters
-        for name in parameter.stored_names()
+        name: TensorToStore(STORED_AS[wire.of_precision(p.precision)], stored_shape(p))
+        for p in table.parameters
+        for name in p.stored_names()
     }
-
-
-def _num_bytes(tensors: Tensors, name: str) -> int:
-    shape, dtype = tensors[name]
-    return math.prod(shape) * dtype.itemsize
-
-
-def _shards(tensors: Tensors, shard_bytes: int) -> list[list[str]]:
-    """Names by file, filled in order; a larger tensor has a file of its own."""
-    parts: list[list[str]] = [[]]
-    total = 0
-    for name in tensors:
-        size = _num_bytes(tensors, name)
-        if parts[-1] and total + size > shard_bytes:
-            parts.append([])
-            total = 0
-        parts[-1].append(name)
-        total += size
-    return parts
-
-
-def _file_name(number: int, count: int) -> str:
-    """As Hugging Face names them.
-
-    >>> _file_name(0, 1), _file_name(1, 3)
-    ('model.safetensors', 'model-00002-of-00003.safetensors')
-    """
-    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _shard_file(name: str, names: Sequence[str], tensors: Tensors) -> ShardFile:
-    """Header and offsets of a file: wider elements first, so that all are aligned."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offsets, at = {}, 0
-    for tensor in sorted(names, key=lambda tensor: -tensors[tensor][1].itemsize):
-        shape, dtype = tensors[tensor]
-        end = at + _num_bytes(tensors, tensor)
-        entries[tensor] = {
-            "dtype": STORED_AS[dtype],
-            "shape": list(shape),
-            "data_offsets": [at, end],
-        }
-        offsets[tensor], at = at, end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
-    header = struct.pack("<Q", len(text)) + text
-    starts = {tensor: len(header) + offset for tensor, offset in offsets.items()}
-    return ShardFile(name, header, starts, len(header) + at)
-
-
-def _files_layout(table: BlockTable, parts: Sequence[Sequence[str]]) -> Layout:
-    """Files as ranks, each with its tensors whole."""
-    home = {
-        name: (parameter, expert)
-        for parameter in table.parameters
-        for expert, name in enumerate(parameter.stored_names())
-    }
-    ranks = []
-    for number, names in enumerate(parts):
-        tensors, pieces = [], []
-        for name in names:
-            parameter, expert = home[name]
-            shape = stored_shape(parameter)
-            lead = ((expert, expert + 1),) if parameter.stacked else ()
-            tensors.append(LocalTensor(name, shape))
-            pieces.append(Piece(parameter.name, (*lead, *whole(shape)), name, (0,) * len(shape)))
-        ranks.append(RankLayout(number, tuple(tensors), tuple(pieces)))
-    return explicit_layout("files to write", table, ranks)
 
 
 def _write_box(

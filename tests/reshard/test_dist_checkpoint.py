@@ -1,93 +1,29 @@
-"""Megatron distributed checkpoints as layouts: real ones, and Megatron's rules for experts."""
+"""Megatron distributed checkpoints as layouts, by Megatron's rules; tests/convert has real ones."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from megarl.actor.shape import ModelShape
-from megarl.errors import CheckpointError, LayoutError
-from megarl.learner.dist_metadata import DistCheckpoint
-from megarl.reshard.dist_checkpoint import Chunk, chunk_files, dist_checkpoint_layout, place
-from megarl.reshard.execute import run
+from megarl.errors import LayoutError
+from megarl.reshard.dist_checkpoint import (
+    Chunk,
+    chunk_files,
+    dist_checkpoint_layout,
+    place,
+    policy_chunks,
+    saved_chunks,
+)
 from megarl.reshard.explicit import full_layout
 from megarl.reshard.mesh import LearnerMesh
 from megarl.reshard.plan import make_plan
 from megarl.reshard.proof import prove_layout
-from tests.reshard.dist_checkpoint_ranks import CASES
 from tests.reshard.learner_slices import megatron_slices
-from tests.reshard.models import Arrays, execute, numbered, random_weights, tiny_shape
-
-WITH_OPTIMIZER = [number for number, case in enumerate(CASES) if not case.metadata]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("torch_dist")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", "-m", "tests.reshard.dist_checkpoint_ranks", str(out)],
-        check=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    return out
-
-
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_real_checkpoint_gives_back_the_original_weights(saved: Path, case: int) -> None:
-    shape = CASES[case].shape
-    checkpoint = DistCheckpoint(saved / str(case))
-    has_optimizer = any(chunk.key.startswith("optimizer.") for chunk in checkpoint.chunks)
-    assert has_optimizer is (case in WITH_OPTIMIZER)
-    layout = dist_checkpoint_layout(shape, checkpoint.chunks)
-    prove_layout(layout)
-    whole = full_layout(layout.table)
-    plan = make_plan(layout, whole)
-    dtypes = {
-        p.name: torch.float32 if p.precision == "float32" else torch.bfloat16
-        for p in layout.parameters
-    }
-    found = {p.name: torch.zeros(p.shape, dtype=dtypes[p.name]) for p in layout.parameters}
-    for rank, file in enumerate(chunk_files(checkpoint.chunks)):
-        mine = [(place(chunk), chunk) for chunk in checkpoint.chunks if chunk.file == file]
-        stored = {p.local: checkpoint.read(chunk).reshape(p.shape) for p, chunk in mine}
-        run(plan.between(rank, 0), stored, found)
-    for name, array in random_weights(shape).items():
-        assert torch.equal(found[name], torch.from_numpy(array).to(dtypes[name])), name
-
-
-def test_real_checkpoint_of_another_model_is_refused(saved: Path) -> None:
-    chunks = DistCheckpoint(saved / "0").chunks
-    for change, words in (
-        (
-            {"intermediate_size": 24},
-            r"linear_fc1.weight at .* of shape \[32, 8\], .* has \[48, 8\]",
-        ),
-        ({"num_layers": 3}, r"decoder.layers.2.*: 0 of its .* elements"),
-        ({"vocab_size": 300}, "256 rows for a vocabulary of 300"),
-        ({"qkv_bias": False}, "linear_qkv.bias is no tensor of the model"),
-    ):
-        with pytest.raises(LayoutError, match=words):
-            dist_checkpoint_layout(replace(CASES[0].shape, **change), chunks)  # type: ignore[arg-type]
-
-
-def test_truncated_file_of_a_real_checkpoint_is_named(saved: Path, tmp_path: Path) -> None:
-    checkpoint = DistCheckpoint(saved / "0")
-    for path in (saved / "0").iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes()[: None if path.name[0] == "." else 99])
-    with pytest.raises(CheckpointError, match=r"distcp: .* cannot be read"):
-        DistCheckpoint(tmp_path).read(checkpoint.chunks[0])
-    with pytest.raises(CheckpointError, match="metadata"):
-        DistCheckpoint(tmp_path / "nothing")
+from tests.reshard.models import Arrays, execute, numbered, tiny_shape
 
 
 def stored_keys(name: str, homogeneous: bool) -> tuple[str, tuple[int, ...]]:
@@ -163,7 +99,9 @@ def test_chunks_of_experts_by_megatrons_rules_are_the_policys_tensors(
     files: list[Arrays] = [{} for _ in layout.ranks]
     for chunk, array in chunks.items():
         where = place(chunk)
-        files[chunk_files(chunks).index(chunk.file)][where.local] = array.reshape(where.shape)
+        files[chunk_files(policy_chunks(chunks)).index(chunk.file)][where.local] = array.reshape(
+            where.shape
+        )
     whole = full_layout(layout.table)
     (found,) = execute(make_plan(layout, whole), files, whole)
     for name, array in numbered(shape).items():
@@ -182,3 +120,17 @@ def test_chunk_of_two_layers_a_hole_and_an_overlap_are_refused() -> None:
         dist_checkpoint_layout(shape, others)
     with pytest.raises(LayoutError, match="stored in two chunks"):
         dist_checkpoint_layout(shape, [*chunks, replace(chosen, file="__7_0.distcp")])
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_saved_chunks_are_those_of_megatrons_rules_on_one_rank(model: str) -> None:
+    shape = SHAPES[model]
+    ours = {replace(chunk, file="") for chunk in saved_chunks(shape, vocab_divisor=104)}
+    theirs = {
+        replace(chunk, file="")
+        for chunk in dict(cut_by_megatron(shape, numbered(shape), False, 1, False))
+        if not chunk.key.endswith("linear_fc1.weight")  # whose halves the rules there keep apart
+    }
+    assert theirs <= ours
+    assert {chunk.key.rpartition("fc1")[1] for chunk in ours - theirs} == {"fc1"}
+    prove_layout(dist_checkpoint_layout(shape, [replace(c, file="f") for c in ours]))

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megarl.config.model_folder import COPIED
 from megarl.float8 import BlockScaling
 from megarl.reshard.files import INDEX
 from megarl.reshard.mesh import LearnerMesh
-from megarl.weight_sync.checkpoint_files import COPIED, runs
+from megarl.weight_sync.checkpoint_files import runs
 from tests.reshard.models import tiny_shape
 from tests.reshard.sglang_checkpoints import hf_config
 from tests.reshard.test_sglang_loaders import QWEN3, large

@@ -1,0 +1,216 @@
+"""One checkpoint made from another: formats, files and types of numbers, as a whole or not at all.
+
+Owns what is converted to what, and the order of the work. The plan from the source's layout to the
+target's says what goes where; workers assemble and write the target's files.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl import __version__
+from megarl.actor.parameters import Parameter
+from megarl.convert.assemble import assembled
+from megarl.convert.formats import FORMATS, Format, Found, find
+from megarl.convert.huggingface import HuggingFaceTarget
+from megarl.convert.journal import Journal, check_free
+from megarl.convert.opened import Checkpoint, open_checkpoint
+from megarl.convert.target import Target
+from megarl.convert.torch_dist import TorchDistTarget
+from megarl.convert.workers import Progress, write_all
+from megarl.errors import CheckpointError
+from megarl.float8 import BlockScaling
+from megarl.reshard.files import FLOAT8
+from megarl.reshard.notation import counted
+from megarl.reshard.page import bytes_text, seconds_text
+from megarl.reshard.plan import Plan, make_plan
+
+Numbers = Literal["fp32", "fp16", "bf16", "fp8"]
+SPELLED: dict[str, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+BESIDE_FLOAT8 = "BF16"  # of what is not quantized, where float8 is asked for; and of float8 read
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is wanted. `dtype` None keeps the numbers as they are, but float8 in torch_dist."""
+
+    to: Format | None = None
+    dtype: Numbers | None = None
+    model: Path | None = None
+    file_bytes: int = 5_000_000_000
+    workers: int = 1
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is to be done: from `source` to `target`, by `plan`."""
+
+    source: Checkpoint
+    target: Target
+    plan: Plan
+    to: Format
+    options: Options
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to write."""
+        return sum(file.num_bytes for file in self.target.files)
+
+
+def prepare(path: str | Path, options: Options) -> Conversion:
+    """Read and check the source, and plan its conversion; no weight is read yet.
+
+    Raises CheckpointError, ModelError or LayoutError where it is not whole, not of its config.json,
+    or cannot be had as is wanted.
+    """
+    found = find(path, options.model)
+    to: Format = options.to or ("hf" if found.format == "torch_dist" else "torch_dist")
+    if to == "torch_dist" and options.dtype == "fp8":
+        raise CheckpointError(
+            "Megatron keeps no float8 in torch_dist checkpoints; use --dtype bf16, or --to hf"
+        )
+    as_stored = to == "hf" and options.dtype in (None, "fp8")
+    wanted = SPELLED.get(options.dtype or "", BESIDE_FLOAT8)
+    source = open_checkpoint(found, None if as_stored else wanted)
+    target = _target(source, to, options)
+    plan = make_plan(source.layout, target.layout, policy_bytes=4)
+    return Conversion(source, target, plan, to, options)
+
+
+def _target(source: Checkpoint, to: Format, options: Options) -> Target:
+    shape = replace(source.shape, fp8_block=source.fp8_block)
+    stored = source.parameter_dtypes()
+    dtypes = {p.name: _dtype(p, stored[p.name], options) for p in source.layout.parameters}
+    assert source.found.model is not None
+    if to == "torch_dist":
+        return TorchDistTarget(shape, dtypes, source.found.model, options.file_bytes)
+    quantize = BlockScaling() if options.dtype == "fp8" and shape.fp8_block is None else None
+    return HuggingFaceTarget(shape, dtypes, source.found.model, options.file_bytes, quantize)
+
+
+def _dtype(parameter: Parameter, stored: str, options: Options) -> str:
+    """The type that a parameter is assembled in."""
+    if parameter.precision == "float8":
+        return FLOAT8
+    if parameter.precision == "float32" and options.dtype is not None:
+        return "F32"
+    if options.dtype is not None and not (options.dtype == "fp8" and parameter.quantized):
+        return SPELLED.get(options.dtype, BESIDE_FLOAT8)
+    if "+" in stored:
+        raise CheckpointError(
+            f"{parameter.name} has tensors of {stored}; give one type with --dtype"
+        )
+    return stored
+
+
+def describe(work: Conversion, final: Path) -> str:
+    """What would be written, and about how long that takes."""
+    lines = [
+        f"{work.source.found.path} ({work.source.found.words}) -> {final} ({FORMATS[work.to]})",
+        f"{counted(len(work.target.files), 'file')}, {bytes_text(work.num_bytes)}:",
+    ]
+    lines += [f"  {file.name}  {bytes_text(file.num_bytes)}" for file in work.target.files]
+    lines.append(f"{seconds_text(work.num_bytes / 1e9)} where 1 GB is written a second")
+    return "\n".join(lines) + "\n"
+
+
+def convert(work: Conversion, final: Path) -> str:
+    """Write the target to the folder `final`; a sentence on it.
+
+    The folder is there when it is whole, and not before. What an earlier try has written is kept.
+    Raises CheckpointError where something is in the way, space is lacking, or a file cannot be
+    written.
+    """
+    begun = time.monotonic()
+    check_free(final)
+    _check_space(final.parent, work.num_bytes - _present(final))
+    try:
+        journal = Journal(final, _facts(work))
+    except OSError as error:
+        raise CheckpointError(
+            f"{final.parent}: {error.strerror}; the folder must be one that can be written to"
+        ) from error
+    try:
+        kept = len(journal.receipts)
+        if not journal.is_whole:
+            _write(work, journal)
+        journal.finish()
+    except OSError as error:
+        raise CheckpointError(f"{final}: {error.strerror}; {_AGAIN}") from error
+    finally:
+        journal.close()
+    took_s = time.monotonic() - begun
+    again = f", {kept} of them from an earlier try" if kept else ""
+    files = counted(len(work.target.files), "file")
+    return f"{final}: {files}, {bytes_text(work.num_bytes)}{again}, in {seconds_text(took_s)}\n"
+
+
+_AGAIN = "the same command goes on where it stopped"
+
+
+def _write(work: Conversion, journal: Journal) -> None:
+    files = work.target.files
+    left = [number for number, file in enumerate(files) if file.name not in journal.receipts]
+    done = work.num_bytes - sum(files[number].num_bytes for number in left)
+
+    def write(number: int, tell: Any) -> Any:
+        path = journal.folder / files[number].name
+        try:
+            tensors = _told(assembled(work.source, work.target, work.plan, number), tell)
+            return work.target.write(journal.folder, number, tensors)
+        except OSError as error:
+            path.unlink(missing_ok=True)  # what is there of it takes space
+            raise CheckpointError(
+                f"{path}: cannot be written ({error.strerror}); with space and rights {_AGAIN}"
+            ) from error
+
+    progress = Progress(work.num_bytes, done)
+    for number, receipt in write_all(left, work.options.workers, write, progress):
+        journal.add(files[number].name, receipt)
+    work.target.finish(journal.folder, [journal.receipts[file.name] for file in files])
+
+
+def _told(tensors: Any, tell: Any) -> Any:
+    for name, bits in tensors:
+        yield name, bits
+        tell(bits.nbytes)
+
+
+def _present(final: Path) -> int:
+    """Bytes that an earlier try has written."""
+    partial = final.with_name(final.name + ".partial")
+    return sum(path.stat().st_size for path in partial.glob("*") if path.is_file())
+
+
+def _check_space(parent: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(parent).free
+    if num_bytes > free:
+        raise CheckpointError(
+            f"{parent} has {bytes_text(free)} free, and {bytes_text(num_bytes)} are to be written; "
+            "free some, or write elsewhere"
+        )
+
+
+def _facts(work: Conversion) -> dict[str, Any]:
+    """What tells this conversion from others: the source as it is now, and what is made of it."""
+    stats = [path.stat() for path in work.source.files]
+    options = work.options
+    return {
+        "source": os.path.realpath(work.source.found.path),
+        "source_files": [
+            [path.name, stat.st_size, stat.st_mtime_ns]
+            for path, stat in zip(work.source.files, stats, strict=True)
+        ],
+        "to": work.to,
+        "dtype": options.dtype,
+        "target": work.target.layout.digest,
+        "megarl": __version__,
+    }
+
+
+__all__ = ["Conversion", "Found", "Options", "convert", "describe", "prepare"]

@@ -1,0 +1,124 @@
+"""A Hugging Face checkpoint to write: safetensors files, quantized where that is wanted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from megarl import float8
+from megarl.actor.parameters import SCALE_SUFFIX, BlockTable, Parameter, block_table
+from megarl.actor.shape import ModelShape
+from megarl.config.model_folder import copy_beside, write_config
+from megarl.convert.formats import BACKEND, RECORD
+from megarl.convert.numbers import Bits, bits_of, tensor_of
+from megarl.convert.target import TargetFile
+from megarl.errors import CheckpointError
+from megarl.float8 import BlockScaling
+from megarl.reshard.files import FLOAT8, layout_of_headers
+from megarl.reshard.shard_files import ShardFile, TensorToStore, shard_files, write_index
+
+NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class HuggingFaceTarget:
+    """The model `shape` in files of at most `shard_bytes`.
+
+    `dtypes` are of what is assembled, by parameter: those of type float8 and their scales are
+    stored as they come. With `quantize` the quantized ones are made float8 in such blocks here.
+    `model` is the folder that config.json and the tokenizer come from.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtypes: Mapping[str, str],
+        model: Path,
+        shard_bytes: int,
+        quantize: BlockScaling | None = None,
+    ) -> None:
+        self._shape, self._model, self._quantize = shape, model, quantize
+        table = block_table(shape, shape.fp8_block)
+        self._policy = policy_dtype(table, dtypes)
+        assembled: dict[str, TensorToStore] = {}
+        stored: dict[str, TensorToStore] = {}
+        for parameter in table.parameters:
+            for name, tensor in _tensors(parameter, dtypes[parameter.name]):
+                assembled[name] = tensor
+                stored |= self._stored(name, tensor, parameter)
+        self._files = shard_files(stored, shard_bytes)
+        self.files = tuple(
+            TargetFile(f.name, {n: assembled[n] for n in f.tensors if n in assembled}, f.num_bytes)
+            for f in self._files
+        )
+        headers = {
+            Path(file.name): {
+                name: replace(file.tensors[name], dtype=tensor.dtype)
+                for name, tensor in target.tensors.items()
+            }
+            for file, target in zip(self._files, self.files, strict=True)
+        }
+        self.layout = layout_of_headers(headers, table)
+
+    def _stored(
+        self, name: str, tensor: TensorToStore, parameter: Parameter
+    ) -> dict[str, TensorToStore]:
+        if self._quantize is None or not parameter.quantized:
+            return {name: tensor}
+        blocks = float8.num_blocks(tensor.shape, self._quantize)
+        return {
+            name: replace(tensor, dtype=FLOAT8),
+            name + SCALE_SUFFIX: TensorToStore("F32", blocks),
+        }
+
+    def write(self, folder: Path, number: int, tensors: Iterable[tuple[str, Bits]]) -> None:
+        """Write one file; see `Target`."""
+        file = self._files[number]
+        with (folder / file.name).open("wb") as opened:
+            opened.write(file.header)
+            opened.truncate(file.num_bytes)
+            for name, bits in tensors:
+                for stored, values in self._parts(file, name, bits):
+                    opened.seek(file.tensors[stored].start)
+                    opened.write(values.data.cast("B"))
+            opened.flush()
+            os.fsync(opened.fileno())
+
+    def _parts(self, file: ShardFile, name: str, bits: Bits) -> list[tuple[str, Bits]]:
+        """What is stored of an assembled tensor."""
+        scaling = self._quantize
+        assembled = self.files[self._files.index(file)].tensors[name].dtype
+        if scaling is None or file.tensors[name].dtype == assembled:
+            return [(name, bits)]
+        try:
+            codes, scales = float8.quantize(tensor_of(bits, assembled), scaling)
+        except FloatingPointError as error:
+            raise CheckpointError(f"{name}: {error}; it cannot be made float8") from error
+        return [
+            (name, np.ascontiguousarray(bits_of(codes, FLOAT8))),
+            (name + SCALE_SUFFIX, np.ascontiguousarray(bits_of(scales, "F32"))),
+        ]
+
+    def finish(self, folder: Path, receipts: Sequence[None]) -> None:
+        """Write the index, config.json and the tokenizer; see `Target`."""
+        block = self._shape.fp8_block
+        if self._quantize is not None:
+            block = (self._quantize.rows, self._quantize.columns)
+        write_index(self._files, folder)
+        copy_beside(self._model, folder, (RECORD, BACKEND))
+        num_mtp_layers = self._shape.num_mtp_layers
+        write_config(self._model, folder, NAMES[self._policy], num_mtp_layers, block)
+
+
+def _tensors(parameter: Parameter, dtype: str) -> list[tuple[str, TensorToStore]]:
+    shape = parameter.shape[1:] if parameter.stacked else parameter.shape
+    return [(name, TensorToStore(dtype, shape)) for name in parameter.stored_names()]
+
+
+def policy_dtype(table: BlockTable, dtypes: Mapping[str, str]) -> str:
+    """The type of most parameters that are of the policy's, whose name config.json has."""
+    kinds = [dtypes[p.name] for p in table.parameters if p.precision == "policy"]
+    return max(NAMES, key=kinds.count)

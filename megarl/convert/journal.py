@@ -1,0 +1,145 @@
+"""The folder of a conversion until it is whole: what is written already, and its name at the end.
+
+Owns `conversion.json` and the receipts of files. A conversion is written beside its place and
+renamed; one that was killed goes on with the files that it had finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.convert.formats import RECORD
+from megarl.errors import MALFORMED, CheckpointError
+
+PARTIAL = ".partial"
+RECEIPTS = ".receipts"
+LOCK_S = 10.0  # to wait for the lock of another
+JSON, NEW = ".json", ".new"  # ends of names
+
+
+class Journal:
+    """The unfinished folder of a conversion to `final`, alone in its use of it.
+
+    `facts` are plain values that tell this conversion from others: of another one, nothing is kept.
+    `receipts` are of the files that are written, by name. Raises CheckpointError where `final`
+    exists, another process writes there, or something else stands in the way.
+    """
+
+    def __init__(self, final: Path, facts: Mapping[str, Any]) -> None:
+        check_free(final)
+        self.final, self.folder = final, final.with_name(final.name + PARTIAL)
+        self._facts = json.loads(json.dumps(dict(facts)))
+        self._receipts = self.folder / RECEIPTS
+        self.folder.mkdir(exist_ok=True)
+        self._lock = _lock(self.folder)
+        begun = _record(self.folder)
+        if begun is None and {path.name for path in self.folder.iterdir()} - {RECORD + NEW}:
+            raise CheckpointError(
+                f"{self.folder} is in the way and no conversion of megarl; move it away"
+            )
+        is_same = begun is not None and begun.get("facts") == self._facts
+        if not is_same:
+            _empty(self.folder)
+        self.is_whole = is_same and begun is not None and begun["finished"] is True
+        self._record(self.is_whole)
+        self._receipts.mkdir(exist_ok=True)
+        self.receipts: dict[str, Any] = {}
+        for path in self._receipts.glob(f"*{JSON}"):
+            with contextlib.suppress(ValueError):  # of a machine that died: the file is made again
+                name = path.name.removesuffix(JSON)
+                self.receipts[name] = json.loads(path.read_text(encoding="utf-8"))
+
+    def add(self, name: str, receipt: Any) -> None:
+        """A file is on the disk."""
+        _write(self._receipts / f"{name}{JSON}", receipt)
+        self.receipts[name] = receipt
+
+    def finish(self) -> None:
+        """Everything is written: give the folder its name. Raises CheckpointError, OSError."""
+        self._record(True)
+        shutil.rmtree(self._receipts)
+        for path in self.folder.iterdir():
+            _sync(path)
+        _sync(self.folder)
+        check_free(self.final)
+        self.folder.rename(self.final)
+        _sync(self.final.parent)
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        os.close(self._lock)
+
+    def _record(self, is_finished: bool) -> None:
+        _write(self.folder / RECORD, {"finished": is_finished, "facts": self._facts})
+
+
+def check_free(final: Path) -> None:
+    """Raise CheckpointError where something has the name of the folder to write."""
+    if os.path.lexists(final):
+        raise CheckpointError(
+            f"{final} exists already; nothing is overwritten: give another name, or move it away"
+        )
+    if not final.parent.is_dir():
+        raise CheckpointError(f"{final.parent} is no folder, so {final.name} cannot be made in it")
+
+
+def _record(folder: Path) -> Mapping[str, Any] | None:
+    """What is written of the conversion that is in a folder; None where there is none."""
+    try:
+        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) and "finished" in found else None
+    except (OSError, *MALFORMED):
+        return None
+
+
+def _lock(folder: Path) -> int:
+    """A lock on the folder that ends with the process; none where the file system has none.
+
+    A killed conversion's workers hold it until they have ended too, a moment later.
+    """
+    descriptor, until = os.open(folder, os.O_RDONLY), time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError as error:
+            if time.monotonic() > until:
+                os.close(descriptor)
+                raise CheckpointError(
+                    f"another conversion is writing {folder}; wait for it"
+                ) from error
+            time.sleep(0.02)
+        except OSError:
+            return descriptor
+
+
+def _empty(folder: Path) -> None:
+    """Remove what another conversion has left, but its record."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != RECORD:
+            path.unlink()
+
+
+def _write(path: Path, value: Any) -> None:
+    """A file of plain values, there as a whole or not at all."""
+    partial = path.with_name(path.name + NEW)
+    partial.write_text(json.dumps(value), encoding="utf-8")
+    partial.rename(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,181 @@
+"""A checkpoint, opened: its model, its layout, and the bits of each tensor, mapped from its files.
+
+Owns what both formats have in common for those who read them. Knows nothing of writing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.actor.parameters import SCALE_SUFFIX, block_table
+from megarl.actor.shape import ModelShape, read_shape
+from megarl.convert.dist_files import DistCheckpoint
+from megarl.convert.formats import Found
+from megarl.convert.numbers import Dequantized
+from megarl.errors import CheckpointError
+from megarl.float8 import BlockScaling
+from megarl.reshard.dist_checkpoint import (
+    chunk_files,
+    dist_checkpoint_layout,
+    place,
+    policy_chunks,
+    without_absent_mtp,
+)
+from megarl.reshard.files import (
+    FLOAT8,
+    STORED,
+    StoredTensor,
+    layout_of_headers,
+    map_tensors,
+    read_headers,
+)
+from megarl.reshard.layout import Layout
+
+KEPT_BYTES = 1 << 30  # of mapped tensors that are kept for the next who asks, beyond the last one
+
+Headers = Mapping[Path, Mapping[str, StoredTensor]]
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """A checkpoint of `shape`: rank i of `layout` is `files[i]`.
+
+    `dtypes[i]` has the type of each of its local tensors, as safetensors spells it; `tensor(i,
+    name)` its bits, of numpy's type in `reshard.files.STORED`, mapped or made where they are
+    sliced. `fp8_block` is that of its float8 tensors, None also where they are dequantized here.
+    """
+
+    found: Found
+    shape: ModelShape
+    layout: Layout
+    files: tuple[Path, ...]
+    dtypes: tuple[Mapping[str, str], ...]
+    fp8_block: tuple[int, int] | None
+    load: Callable[[int, str], Any]
+    _kept: OrderedDict[tuple[int, str], Any] = field(default_factory=OrderedDict)
+
+    def tensor(self, rank: int, name: str) -> Any:
+        """The bits of a rank's local tensor, to be sliced. Those asked for last are kept."""
+        key = (rank, name)
+        if key not in self._kept:
+            self._kept[key] = self.load(rank, name)
+        self._kept.move_to_end(key)
+        while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return self._kept[key]
+
+    def parameter_dtypes(self) -> dict[str, str]:
+        """The type of each parameter, as it is read; several are joined by +."""
+        found: dict[str, set[str]] = {}
+        for rank, dtypes in enumerate(self.dtypes):
+            for piece in self.layout.rank(rank).pieces:
+                found.setdefault(piece.tensor, set()).add(dtypes[piece.local])
+        return {p.name: "+".join(sorted(found[p.name])) for p in self.layout.parameters}
+
+
+def _num_bytes(tensor: Any) -> int:
+    return int(tensor.nbytes)
+
+
+def open_checkpoint(found: Found, dequantized: str | None = None) -> Checkpoint:
+    """The checkpoint that was found. With `dequantized` float8 tensors are read as that type.
+
+    Raises ModelError, LayoutError and CheckpointError where it is not whole or not of its
+    config.json, and CheckpointError where there is no config.json.
+    """
+    if found.model is None:
+        raise CheckpointError(
+            f"{found.path} has no config.json beside it; name the Hugging Face folder of its "
+            "model with --model"
+        )
+    if found.format == "hf":
+        return _open_hugging_face(found, read_shape(found.path), dequantized)
+    return _open_torch_dist(found, replace(read_shape(found.model), fp8_block=None))
+
+
+def _open_hugging_face(found: Found, shape: ModelShape, dequantized: str | None) -> Checkpoint:
+    headers: Headers = read_headers(found.path)
+    if not any(f"model.layers.{shape.num_layers}." in name for h in headers.values() for name in h):
+        shape = replace(shape, num_mtp_layers=0)
+    block = shape.fp8_block
+    layout = layout_of_headers(headers, block_table(shape, block))
+    scales = _scales(headers)
+    if block is not None and dequantized is not None:
+        headers = _dequantized(headers, dequantized)
+        layout = layout_of_headers(headers, block_table(shape))
+    paths = tuple(headers)
+
+    def load(rank: int, name: str) -> Any:
+        path, stored = paths[rank], headers[paths[rank]][name]
+        scale = name + SCALE_SUFFIX
+        if block is None or dequantized is None or scale not in scales:
+            return _mapped(path, name, stored)
+        codes = _mapped(path, name, replace(stored, dtype=FLOAT8))
+        where, scale_stored = scales[scale]
+        scaling = BlockScaling(*block)
+        return Dequantized(codes, _mapped(where, scale, scale_stored), scaling, dequantized)
+
+    held = tuple({t.name for t in layout.rank(rank).tensors} for rank in range(len(paths)))
+    dtypes = tuple(
+        {name: stored.dtype for name, stored in headers[path].items() if name in names}
+        for path, names in zip(paths, held, strict=True)
+    )
+    left = None if dequantized is not None else block
+    return Checkpoint(found, shape, layout, paths, dtypes, left, load)
+
+
+def _mapped(path: Path, name: str, stored: StoredTensor) -> np.ndarray[Any, Any]:
+    return map_tensors(path, {name: stored})[name]
+
+
+def _scales(headers: Headers) -> dict[str, tuple[Path, StoredTensor]]:
+    """Where the scales of float8 tensors are, which need not be in the file of the tensor."""
+    return {
+        name: (path, stored)
+        for path, header in headers.items()
+        for name, stored in header.items()
+        if name.endswith(SCALE_SUFFIX)
+    }
+
+
+def _dequantized(headers: Headers, dtype: str) -> Headers:
+    """The headers as they were if float8 tensors were stored as `dtype`, without scales."""
+    return {
+        path: {
+            name: replace(stored, dtype=dtype) if stored.dtype == FLOAT8 else stored
+            for name, stored in header.items()
+            if not name.endswith(SCALE_SUFFIX)
+        }
+        for path, header in headers.items()
+    }
+
+
+def _open_torch_dist(found: Found, shape: ModelShape) -> Checkpoint:
+    stored = DistCheckpoint(found.path)
+    chunks = policy_chunks(stored.chunks)
+    shape = without_absent_mtp(shape, chunks)
+    for chunk in chunks:
+        if stored.dtype(chunk) not in STORED:
+            raise CheckpointError(
+                f"{found.path}: {chunk.key} is stored as {stored.dtype(chunk)}; use a checkpoint "
+                "of float32, float16 or bfloat16"
+            )
+    layout = dist_checkpoint_layout(shape, chunks)
+    files = chunk_files(chunks)
+    by_place = {(chunk.file, place(chunk).local): chunk for chunk in chunks}
+    dtypes: dict[str, dict[str, str]] = {file: {} for file in files}
+    for (file, local), chunk in by_place.items():
+        dtypes[file][local] = stored.dtype(chunk)
+
+    def load(rank: int, name: str) -> Any:
+        chunk = by_place[files[rank], name]
+        return stored.map(chunk).reshape(place(chunk).shape)
+
+    paths = tuple(found.path / file for file in files)
+    return Checkpoint(found, shape, layout, paths, tuple(dtypes.values()), None, load)

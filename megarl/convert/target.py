@@ -1,0 +1,37 @@
+"""What a conversion writes, whatever its format: files, and the tensors that each is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.convert.numbers import Bits
+from megarl.reshard.layout import Layout
+from megarl.reshard.shard_files import TensorToStore
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFile:
+    """A file to write: the tensors to assemble for it, in order, and about how large it will be."""
+
+    name: str
+    tensors: Mapping[str, TensorToStore]
+    num_bytes: int
+
+
+class Target(Protocol):
+    """A checkpoint to write. Rank i of `layout` is `files[i]`, whose tensors are its local ones."""
+
+    layout: Layout
+    files: tuple[TargetFile, ...]
+
+    def write(self, folder: Path, number: int, tensors: Iterable[tuple[str, Bits]]) -> Any:
+        """Write file `number` of what is assembled, down to the disk; what `finish` needs of it.
+
+        That is plain values for JSON. Raises OSError.
+        """
+
+    def finish(self, folder: Path, receipts: Sequence[Any]) -> None:
+        """Write what makes the files a checkpoint. Raises OSError."""
