@@ -27,7 +27,8 @@ from tests.learner.parity import WEIGHTS, Case, Oracle
 
 ROOT = Path(__file__).parents[2]
 KEPT_BOUND = 0.01  # relative, of what autograd keeps, in fp32 on CPUs
-MIXED_BOUND = 0.05  # with modules of both parts of a layer, of which the plan takes the larger
+MIXED_BOUND = 0.05  # where modules of both parts of a layer are recomputed, of which the plan takes
+# the larger, and over all ranks of experts, whose peaks are not at one time
 
 FULL = {"granularity": "full"}
 NONE: dict[str, dict[str, Any]] = {"none": {}}
@@ -222,9 +223,10 @@ RECOMPUTED = marked([row for row in VARIANTS if row[1] != "none"])
 
 
 def is_planned(kept: Kept) -> bool:
-    """Whether a rank's tokens follow from its schedule: experts over several ranks take uneven
-    parts of all."""
-    return kept.params == "fp32" and kept.case.parallel.get("ep", 1) == 1
+    """Whether a rank's tokens follow from its schedule: experts over data-parallel ranks take those
+    of other schedules too."""
+    routed_apart = kept.case.dp > 1 and kept.case.parallel.get("ep", 1) > 1
+    return kept.params == "fp32" and not routed_apart
 
 
 KEPT = marked([row for row in VARIANTS if is_planned(CASES[row[0]])])
@@ -271,9 +273,12 @@ def test_order_of_parameters_is_megatrons(seen: Seen, name: str) -> None:
 def test_autograd_keeps_what_is_planned(seen: Seen, name: str, variant: str) -> None:
     found = [rank["saved"] for rank in seen.of(name, variant)]
     planned = seen.kept(name, variant)
+    is_routed = CASES[name].case.parallel.get("ep", 1) > 1
+    if is_routed:  # its ranks take uneven parts of the same tokens
+        found, planned = [sum(found)], [sum(planned)]
     for one, other in zip(found, planned, strict=True):
         print(f"{name}, {variant}: {one} bytes, planned {other}: {other / one - 1:+.4f}")
-    bound = MIXED_BOUND if "mla_up_proj" in variant else KEPT_BOUND
+    bound = MIXED_BOUND if is_routed or "mla_up_proj" in variant else KEPT_BOUND
     assert all(abs(p / f - 1) < bound for f, p in zip(found, planned, strict=True))
 
 
