@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.megatron_engine import Engine
+from tests.reshard.sglang_loaders import Loaders
 
 # A test fails for what is wrong, not for how busy the machine is; fixtures of a function that
 # examples share hold nothing that one of them changes.
@@ -14,6 +19,22 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("busy machine")
+
+
+@pytest.fixture(scope="session")
+def megatron_engine() -> Iterator[Engine]:
+    """Runs programs on Megatron-Core, as the learner has it."""
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def sglang_loaders() -> Iterator[Loaders]:
+    """SGLang's own models and loaders, without a server."""
+    loaders = Loaders()
+    yield loaders
+    loaders.close()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

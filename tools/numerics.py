@@ -11,19 +11,22 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from tests.learner.parity import GRADIENT_BOUND, LOSS_BOUND, Oracle, Runs
 from tests.learner.parity_cases import ALL, RECOMPUTED, TIED
+from tests.megatron_engine import Engine
 
 PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
 HEADER = ("case", "ranks", "loss", "gradient", "microbatches")
 
 
-def measure(model: str, folder: Path) -> Iterator[tuple[str, ...]]:
-    """The rows of one model, its learners having run in one torchrun."""
+def measure(model: str, folder: Path, engine: Engine) -> Iterator[tuple[str, ...]]:
+    """The rows of one model, whose learners run on ranks of `engine`."""
     cases = {n: c for n, c in ALL.items() if c.model == model and n != RECOMPUTED}
-    runs = Runs(folder / "runs", cases, {model: Oracle(model, folder / model, model in TIED)})
+    oracle = Oracle(model, folder / model, model in TIED)
+    runs = Runs(folder / "runs", cases, {model: oracle}, engine)
     for name, case in cases.items():
         loss, gradient = runs.loss_error(name), max(runs.gradient_errors(name).values())
         varied = f"{max(runs.variants(name).values()):.1e}" if case.variants else ""
@@ -35,11 +38,12 @@ def main(models: list[str]) -> int:
     text = PAGE.read_text()
     start = text.index("| case |")
     rows = {row[0]: row for row in map(_cells, text[start:].splitlines()[2:]) if row[0] in ALL}
-    for model in models or sorted({case.model for case in ALL.values()}):
-        with tempfile.TemporaryDirectory() as folder:
-            for row in measure(model, Path(folder)):
-                print(*row, flush=True)
-                rows[row[0]] = row
+    with closing(Engine()) as engine:
+        for model in models or sorted({case.model for case in ALL.values()}):
+            with tempfile.TemporaryDirectory() as folder:
+                for row in measure(model, Path(folder), engine):
+                    print(*row, flush=True)
+                    rows[row[0]] = row
     table = [HEADER, ("---",) * len(HEADER), *(rows[name] for name in ALL if name in rows)]
     PAGE.write_text(text[:start] + "".join(f"| {' | '.join(row)} |\n" for row in table))
     return int(any(_is_off(row) for row in rows.values()))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 from megarl.config.transformer_fields import (
     FROM_MODEL,
@@ -13,19 +10,14 @@ from megarl.config.transformer_fields import (
     field_violations,
     known_fields,
 )
+from tests.megatron_engine import Engine
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_shipped_list_is_that_of_the_installed_engine() -> None:
-    code = (
-        "import json, sys; sys.path.insert(0, 'tools'); import make_transformer_fields as m; "
-        "print(json.dumps(m.installed_fields()))"
+def test_shipped_list_is_that_of_the_installed_engine(megatron_engine: Engine) -> None:
+    printed = megatron_engine.run(
+        "tests.returned", "tools.make_transformer_fields", "installed_fields"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    version, fields = json.loads(answer.stdout.splitlines()[-1])
+    version, fields = json.loads(printed.splitlines()[-1])
     shipped_version, shipped = known_fields()
     assert version == shipped_version
     assert {name: tuple(kinds) for name, kinds in fields.items()} == shipped

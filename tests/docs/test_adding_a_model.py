@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +27,7 @@ from megarl.reshard.simulate import check
 from tests.actor import test_parameters as parameters
 from tests.actor.shapes import LATENT, ROUTED, WITH_SHARED
 from tests.reshard.sglang_checkpoints import held_by, save_checkpoint
-from tests.reshard.sglang_loaders import Case
+from tests.reshard.sglang_loaders import Case, Loaders
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-model.md"
 
@@ -166,7 +163,9 @@ def test_the_pages_family_is_refused_what_it_does_not_claim(added: Family) -> No
             sglang_layout(shape, mesh)
 
 
-def test_sglangs_loaders_hold_what_the_page_says(added: Family, tmp_path: Path) -> None:
+def test_sglangs_loaders_hold_what_the_page_says(
+    added: Family, tmp_path: Path, sglang_loaders: Loaders
+) -> None:
     served: list[tuple[ModelShape, ServerMesh, dict[str, torch.Tensor]]] = []
     cases = []
     for tied in (False, True) if added.served.tied != "never" else (False,):
@@ -179,16 +178,9 @@ def test_sglangs_loaders_hold_what_the_page_says(added: Family, tmp_path: Path) 
             flags = {"tp_size": mesh.tp, "pp_size": mesh.pp, "ep_size": mesh.ep}
             if mesh.attention_dp > 1:
                 flags |= {"attn_dp_size": mesh.attention_dp, "enable_dp_lm_head": mesh.dp_head}
-            cases.append(asdict(Case(str(folder), flags)))
+            cases.append(Case(str(folder), flags))
             served.append((shape, mesh, tensors))
-    subprocess.run(
-        [sys.executable, "-m", "tests.reshard.sglang_loaders", str(tmp_path)],
-        input=json.dumps(cases),
-        text=True,
-        check=True,
-        timeout=900,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    sglang_loaders.load(cases, tmp_path)
     for number, (shape, mesh, tensors) in enumerate(served):
         layout, found = sglang_layout(shape, mesh), load_file(tmp_path / f"{number}.safetensors")
         for rank in range(mesh.size):

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +14,17 @@ import pytest
 
 from megarl.reshard.megatron import megatron_layout
 from tests.golden.gpu_parameters import ENGINE_VERSION, GOLDEN, cases
+from tests.megatron_engine import Engine
 
 ROOT = Path(__file__).parents[2]
 RECORDED: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def on_cpu() -> dict[str, Any]:
+def on_cpu(megatron_engine: Engine) -> dict[str, Any]:
     """What the learner builds in a process of its own, without Transformer Engine."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.golden.gpu_parameters"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    printed = megatron_engine.run("tests.golden.gpu_parameters")
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -25,6 +22,7 @@ from megarl.reshard.engine_tensors import learner_buffers
 from megarl.reshard.execute import slices
 from megarl.reshard.layout import Layout, local_box
 from tests.learner import recorded, tiny_models
+from tests.megatron_engine import Engine
 
 LOSS_BOUND = 1e-6  # relative
 GRADIENT_BOUND = 1e-5  # relative L2 of each tensor
@@ -34,7 +32,7 @@ WEIGHTS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.01, "kl_coef": 0
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one mesh; `more` are settings of the run, `learner` of the learner.
+    """One model on one mesh; `more` are settings of the run.
 
     `variants`: the gradients of the same minibatch in other microbatches are wanted too.
     `max_logits` above 0 has the output layer run in parts.
@@ -46,7 +44,6 @@ class Case:
     more: Mapping[str, Any] = field(default_factory=dict)
     variants: bool = False
     max_logits: int = 0
-    learner: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -64,7 +61,6 @@ class Case:
                     "parallel": dict(self.parallel),
                     "precision": {"params": "fp32"},
                     "optimizer": {"lr": 1e-3},
-                    **self.learner,
                 },
                 "loss": {"clip_low": WEIGHTS["clip_low"], "clip_high": WEIGHTS["clip_high"]},
                 "placement": {"learner_gpus": self.world_size},
@@ -141,30 +137,21 @@ class Oracle:
 
 
 class Runs:
-    """Learners of all cases, started in one torchrun, and what they answered."""
+    """Learners of all cases, one after the other on the same ranks, and what they answered."""
 
     def __init__(
-        self, folder: Path, cases: Mapping[str, Case], oracles: Mapping[str, Oracle]
+        self,
+        folder: Path,
+        cases: Mapping[str, Case],
+        oracles: Mapping[str, Oracle],
+        engine: Engine,
     ) -> None:
         self.folder, self.cases, self.oracles = folder, cases, oracles
         folder.mkdir(parents=True, exist_ok=True)
         written = folder / "cases.json"
         written.write_text(json.dumps([self._written(name) for name in cases]))
         ranks = max(case.world_size for case in cases.values())
-        done = subprocess.run(
-            [
-                sys.executable,
-                *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-                str(Path(__file__).with_name("parity_ranks.py")),
-                str(written),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=560,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr[-20000:]
+        engine.run("tests.learner.parity_ranks", written, ranks=ranks)
 
     def _written(self, name: str) -> dict[str, Any]:
         case = self.cases[name]

@@ -1,6 +1,6 @@
-"""Program, under torchrun with two ranks: a learner goes on in one layout after the other.
+"""One of two ranks of a learner that goes on in one layout after the other.
 
-    torchrun --nproc-per-node 2 tests/learner/resume_ranks.py CASES.json
+Its argument is CASES.json.
 
 Each case is a model, the layout that is never left, and the layouts of a chain, each of which loads
 what the one before has saved. Both take the same batches, one a step. Rank 0 writes what the verbs

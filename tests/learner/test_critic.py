@@ -1,15 +1,12 @@
 """A critic on real Megarl-built models agrees with Hugging Face's layers, and goes on when resumed.
 
-One torchrun of two ranks for all cases, in fp32.
+Two ranks for all cases, in fp32.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +20,7 @@ from megarl.reshard.execute import slices
 from megarl.reshard.layout import local_box
 from tests.learner import recorded
 from tests.learner.critic_oracle import CLIP, GAMMA, LAMBDA, POLICY_CLIP, Gradients, Oracle
-
-ROOT = Path(__file__).parents[2]
+from tests.megatron_engine import Engine
 
 MODELS = {"qwen3": False, "llama": True}  # family: tied embeddings
 
@@ -92,7 +88,7 @@ RESUMES = {
 class Ran:
     """The oracles, and what the learners of all cases answered."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: Engine) -> None:
         self.folder = folder
         self.oracles = {
             name: Oracle(name, folder / f"model-{name}", tied) for name, tied in MODELS.items()
@@ -100,20 +96,7 @@ class Ran:
         cases = {**LAYOUTS, **RESUMES}
         written = folder / "cases.json"
         written.write_text(json.dumps([self._written(name, case) for name, case in cases.items()]))
-        done = subprocess.run(
-            [
-                sys.executable,
-                *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-                str(Path(__file__).with_name("critic_ranks.py")),
-                str(written),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=500,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
-        assert done.returncode == 0, done.stderr[-20000:]
+        engine.run("tests.learner.critic_ranks", written, ranks=2)
 
     def _written(self, name: str, case: Case) -> dict[str, Any]:
         oracle = self.oracles[case.model]
@@ -131,8 +114,8 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return Ran(tmp_path_factory.mktemp("critic"))
+def ran(tmp_path_factory: pytest.TempPathFactory, megatron_engine: Engine) -> Ran:
+    return Ran(tmp_path_factory.mktemp("critic"), megatron_engine)
 
 
 def expected(ran: Ran, name: str) -> tuple[Oracle, Gradients, list[Any]]:

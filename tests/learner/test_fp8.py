@@ -16,6 +16,7 @@ from megarl.config.precision import PrecisionConfig
 from megarl.errors import ConfigError
 from megarl.learner.agent import set_environment
 from tests.learner import random_model
+from tests.megatron_engine import Engine
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
@@ -23,19 +24,10 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def answers(tmp_path_factory: pytest.TempPathFactory, megatron_engine: Engine) -> dict[str, Any]:
     """What one process of `fp8_single.py` found."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.learner.fp8_single", str(tmp_path_factory.mktemp("fp8"))],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        cwd=ROOT,
-        env={k: v for k, v in ENVIRONMENT.items() if not k.startswith("NVTE_")},
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    printed = megatron_engine.run("tests.learner.fp8_single", tmp_path_factory.mktemp("fp8"))
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
 

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.learner import tiny_models
-
-ROOT = Path(__file__).parents[2]
+from tests.megatron_engine import Engine
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def answers(tmp_path_factory: pytest.TempPathFactory, megatron_engine: Engine) -> dict[str, Any]:
     """What one process of `single_rank.py` found."""
     folder = tmp_path_factory.mktemp("single")
     tiny_models.make("qwen3", folder / "model")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.learner.single_rank", str(folder / "model"), str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    printed = megatron_engine.run("tests.learner.single_rank", folder / "model", folder)
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import pytest
 from tests.learner import random_model, recorded
 from tests.learner.parity import Case, Oracle
 from tests.learner.parity_cases import OVERLAPS, VPP2
+from tests.megatron_engine import Engine
 
 # In fp32 the optimizer's masters are views of the weights. The last has a critic.
 CASES = {"fp32": {}, "bf16": {}, "critic": {"advantage": {"estimator": "gae"}}}
@@ -26,7 +24,7 @@ Seen = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(tmp_path_factory: pytest.TempPathFactory, megatron_engine: Engine) -> Seen:
     """What each rank saw in each case of a dense model."""
     folder = tmp_path_factory.mktemp("offload")
     random_model.write(folder / "model")
@@ -48,24 +46,15 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         }
         plan = recorded.plan([ref for _, ref in made], 2)
         cases.append({"name": name, "config": config, "plan": asdict(plan)})
-    return run_cases(folder, cases)
+    return run_cases(folder, cases, megatron_engine)
 
 
-def run_cases(folder: Path, cases: list[dict[str, Any]]) -> Seen:
-    """What each rank saw in each case, after one torchrun of four ranks."""
+def run_cases(folder: Path, cases: list[dict[str, Any]], engine: Engine) -> Seen:
+    """What each of four ranks saw in each case."""
     for case in cases:
         (folder / case["name"]).mkdir()
     (folder / "cases.json").write_text(json.dumps(cases))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(Path(__file__).with_name("offload_ranks.py")), str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    engine.run("tests.learner.offload_ranks", folder, ranks=len(RANKS))
     return {
         case["name"]: [
             json.loads((folder / f"{case['name']}.{rank}.json").read_text()) for rank in RANKS
@@ -83,7 +72,7 @@ def test_losses_weights_and_optimizer_are_those_of_a_run_that_sends_nothing_away
 
 @pytest.mark.slow
 def test_experts_and_chunks_losses_weights_and_optimizer_are_those_of_a_run_that_sends_nothing_away(
-    tmp_path: Path,
+    tmp_path: Path, megatron_engine: Engine
 ) -> None:
     cases = []
     layouts = {
@@ -97,7 +86,7 @@ def test_experts_and_chunks_losses_weights_and_optimizer_are_those_of_a_run_that
         given = {**config.model_dump(), "weight_sync": {"in_place": False}}
         plan = asdict(recorded.plan(refs, 2))
         cases.append({"name": family, "config": given, "plan": plan})
-    for ranks in run_cases(tmp_path, cases).values():
+    for ranks in run_cases(tmp_path, cases, megatron_engine).values():
         assert_equal(ranks)
         assert all(rank["same objects"] and rank["views of the buffers"] for rank in ranks)
 

@@ -14,19 +14,20 @@ from megarl.reshard.engine_tensors import learner_buffers
 from tests.learner.parity import GRADIENT_BOUND, LOSS_BOUND, Case, Oracle, Runs
 from tests.learner.parity_cases import ALL, QUICK, RECOMPUTED, SLOW, TIED
 from tests.learner.parity_ranks import digest
+from tests.megatron_engine import Engine
 
 NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 MODELS = sorted({case.model for case in ALL.values()})
 
 
 class Ran:
-    """The runs of all cases: a torchrun for the quick ones, one for each model's slow ones.
+    """The runs of all cases: the quick ones on one set of ranks, each model's slow ones on another.
 
     Each is started when the first of its cases is asked for.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, engine: Engine) -> None:
+        self._folder, self._engine = folder, engine
         self._oracles: dict[str, Oracle] = {}
         self._runs: dict[str, Runs] = {}
 
@@ -41,14 +42,15 @@ class Ran:
             slow = {n: case for n, case in SLOW.items() if case.model == kind}
             cases = QUICK if kind == "quick" else slow
             oracles = {case.model: self.oracle(case.model) for case in cases.values()}
-            self._runs[kind] = Runs(self._folder / f"runs-{kind}", cases, oracles)
+            folder = self._folder / f"runs-{kind}"
+            self._runs[kind] = Runs(folder, cases, oracles, self._engine)
         return self._runs[kind]
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def ran(tmp_path_factory: pytest.TempPathFactory, megatron_engine: Engine) -> Ran:
     """The learners of all cases."""
-    return Ran(tmp_path_factory.mktemp("parity"))
+    return Ran(tmp_path_factory.mktemp("parity"), megatron_engine)
 
 
 @pytest.mark.parametrize("name", NAMES)

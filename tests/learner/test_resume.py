@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,8 +16,8 @@ from tests.learner import recorded, tiny_models
 from tests.learner.parity import Case, Oracle
 from tests.learner.resume_ranks import STEPS
 from tests.learner.saved_tensors import saved_tensors
+from tests.megatron_engine import Engine
 
-ROOT = Path(__file__).parents[2]
 VPP2 = {"pp": 2, "vpp": 2}
 NO_EXPERTS = {"pp": 2, "pipeline_layout": "Et|tttL"}  # on the first stage
 Layout = tuple[int, Mapping[str, Any]]  # (dp, sizes)
@@ -56,8 +53,8 @@ def batches(refs: list[SampleRef], dp: int, count: int) -> list[MinibatchPlan]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where one torchrun has written the answers of all learners of all models."""
+def folder(tmp_path_factory: pytest.TempPathFactory, megatron_engine: Engine) -> Path:
+    """Where two ranks have written the answers of all learners of all models."""
     made = tmp_path_factory.mktemp("resume")
     cases = []
     for model, chain in CHAINS.items():
@@ -74,18 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             }
         )
     (made / "cases.json").write_text(json.dumps(cases))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = str(Path(__file__).with_name("resume_ranks.py"))
-    done = subprocess.run(
-        [sys.executable, *torchrun, program, str(made / "cases.json")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-20000:]
+    megatron_engine.run("tests.learner.resume_ranks", made / "cases.json", ranks=2)
     return made
 
 

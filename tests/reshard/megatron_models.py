@@ -1,17 +1,15 @@
-"""Program: real GPTModels on two and on four ranks, filled by layouts, and their logits.
+"""One rank of real GPTModels that are filled by layouts, and its part of their logits.
 
-    python -m tests.reshard.megatron_models OUT_DIR
-
-For every case in CASES each rank writes the shapes of its parameters, and of the buffers that
-layouts have, to OUT_DIR/<ranks>-<case>-<rank>.json; its part of the logits of TOKENS, where it has
-one, to the same name with .npy; and what its MTP layers give, where it has some, with -mtp.npy.
+Its argument is a folder. For every case of so many ranks it writes the shapes of its parameters,
+and of the buffers that layouts have, to <ranks>-<case>-<rank>.json there; its part of the logits of
+TOKENS, where it has one, to the same name with .npy; and what its MTP layers give, where it has
+some, with -mtp.npy.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import multiprocessing.connection
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -198,31 +196,14 @@ def build_case(case: Case, out: Path) -> tuple[list[GPTModel], dict[str, Tensor]
     return chunks, held
 
 
-def work(rank: int, ranks: int, out: Path) -> None:
-    """One rank: all cases of so many ranks."""
+def main() -> None:
+    """All cases of so many ranks."""
+    rank, ranks, out = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
     store = dist.FileStore(str(out / f"store-{ranks}"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     for number, case in enumerate(CASES[ranks]):
         run_case(case, out / f"{ranks}-{number}-{rank}")
     dist.destroy_process_group()
-
-
-def main() -> None:
-    """Fork the ranks, so that Megatron is imported once; where one fails, end the others."""
-    context = multiprocessing.get_context("fork")
-    for ranks in CASES:
-        processes = [
-            context.Process(target=work, args=(rank, ranks, Path(sys.argv[1])), daemon=True)
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        running = {process.sentinel: process for process in processes}
-        while running:
-            for sentinel in multiprocessing.connection.wait(list(running)):
-                code = running.pop(sentinel).exitcode
-                if code:
-                    sys.exit(f"a rank of {ranks} ended with {code}")
 
 
 if __name__ == "__main__":

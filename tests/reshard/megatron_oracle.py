@@ -1,39 +1,25 @@
 """Megatron's own functions for layers and ranks, in a process of their own, asked line by line.
 
-Run as a program it is that process. It imports Megatron once, for all tests that ask.
+`main` is that process.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 from megarl.reshard.mesh import LearnerMesh
+from tests.megatron_engine import Engine
 
 
 class Oracle:
     """The process that answers."""
 
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.reshard.megatron_oracle"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.to, self.back = self.process.stdin, self.process.stdout
-        while self.back.readline() not in ("ready\n", ""):
-            pass
+    def __init__(self, engine: Engine) -> None:
+        self._process = engine.start("tests.reshard.megatron_oracle")
 
     def chunks(
         self, num_layers: int, pp: int, vpp: int, num_mtp: int = 0, **settings: object
@@ -52,15 +38,13 @@ class Oracle:
         return self._ask({"defaults": True})  # type: ignore[no-any-return]
 
     def _ask(self, case: dict[str, object]) -> Any:
-        self.to.write(json.dumps(case) + "\n")
-        self.to.flush()
-        return json.loads(self.back.readline())
+        self._process.write(json.dumps(case) + "\n")
+        self._process.flush()
+        return json.loads(self._process.readline())
 
     def close(self) -> None:
         """End the process."""
-        self.to.close()
-        self.back.close()
-        self.process.wait(timeout=60)
+        self._process.close()
 
 
 def chunks(case: dict[str, Any]) -> list[list[list[int]]]:
@@ -128,15 +112,8 @@ def answer_to(case: dict[str, Any]) -> object:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    from megarl.compat import megatron_cpu
-
-    megatron_cpu.install()
-    from megatron.core.models import gpt  # noqa: F401
-
     answers = sys.stdout
     sys.stdout = sys.stderr
-    answers.write("ready\n")
-    answers.flush()
     for line in sys.stdin:
         case = json.loads(line)
         try:
@@ -145,7 +122,3 @@ def main() -> None:
             answer = type(error).__name__
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,7 @@
-"""Program: what SGLang's own loaders make of checkpoints on each rank, without a server.
+"""What SGLang's own loaders make of checkpoints on each rank, without a server.
 
-    python -m tests.reshard.sglang_loaders OUT_DIR < cases.json
-
-Cases are the fields of `Case`. The named_parameters() of all ranks of a case go, as float32, to
-OUT_DIR/<number>.safetensors under "<rank>/<name>"; where SGLang refuses a case, its words are in
-OUT_DIR/<number>.txt.
+Run as a program it is the one process that all of it happens in: to import SGLang and all its
+models takes fifteen seconds of a core.
 """
 
 from __future__ import annotations
@@ -12,9 +9,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +21,8 @@ from unittest import mock
 from megarl.compat import sglang_loader_map, sglang_ranks
 from megarl.reshard.numbering import Numbering
 from megarl.reshard.recorded import recorded_rank, to_json
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,37 @@ class Case:
     def size(self) -> int:
         """Ranks of the server."""
         return self.flags.get("tp_size", 1) * self.flags.get("pp_size", 1)
+
+
+class Loaders:
+    """The process that has imported SGLang, from the side of the tests."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.reshard.sglang_loaders"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+
+    def load(self, cases: Sequence[Case], out: Path) -> None:
+        """Load every case.
+
+        The named_parameters() of all its ranks go, as float32, to <number>.safetensors in `out`
+        under "<rank>/<name>"; where SGLang refuses a case, its words are in <number>.txt there.
+        """
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps([[asdict(case) for case in cases], str(out)]) + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "done\n", "the process of the loaders has ended"
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
 
 
 def choices_of_a_gpu(case: Case, stack: ExitStack) -> None:
@@ -125,11 +157,11 @@ def recorded(case: Case) -> str:
     return to_json("recorded", numbering, ranks)
 
 
-def main() -> None:
+def load(cases: list[dict[str, Any]], out: Path) -> None:
+    """What `Loaders.load` says."""
     from safetensors.torch import save_file
 
-    out = Path(sys.argv[1])
-    for number, fields in enumerate(json.load(sys.stdin)):
+    for number, fields in enumerate(cases):
         case = Case(**fields)
         held: dict[str, Any] = {}
         if case.hf_config:
@@ -149,6 +181,16 @@ def main() -> None:
             save_file(held, out / f"{number}.safetensors")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Load what is asked for, a line each, until the input ends."""
+    answers = sys.stdout
+    sys.stdout = sys.stderr
     sglang_ranks.prepare_process()
+    for line in sys.stdin:
+        cases, out = json.loads(line)
+        load(cases, Path(out))
+        print("done", file=answers, flush=True)
+
+
+if __name__ == "__main__":
     main()

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +24,7 @@ from megarl.actor.config_rope import (
 )
 from megarl.actor.parameters import parameter_table
 from megarl.actor.shape import ModelShape
+from tests.megatron_engine import Engine
 from tests.reshard.megatron_cases import CASES, TOKENS, Case
 from tests.reshard.models import random_weights
 
@@ -57,15 +55,11 @@ class Built:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the program has written."""
+def ran(tmp_path_factory: pytest.TempPathFactory, megatron_engine: Engine) -> Path:
+    """The folder that all ranks have written."""
     out = tmp_path_factory.mktemp("megatron")
-    subprocess.run(
-        [sys.executable, "-m", "tests.reshard.megatron_models", str(out)],
-        check=True,
-        timeout=400,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    for ranks in CASES:
+        megatron_engine.run("tests.reshard.megatron_models", out, ranks=ranks)
     return out
 
 

@@ -7,9 +7,6 @@ for bit, and none is missing or too many.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +31,7 @@ from megarl.reshard.recorded import from_json
 from megarl.reshard.sglang import sglang_draft_layout, sglang_layout
 from tests.reshard.models import tiny_shape
 from tests.reshard.sglang_checkpoints import held_by, moe_shape, save_checkpoint
-from tests.reshard.sglang_loaders import Case
+from tests.reshard.sglang_loaders import Case, Loaders
 
 LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 QWEN3_MOE, DEEPSEEK, GLM = "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"
@@ -262,7 +259,7 @@ class Found:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(tmp_path_factory: pytest.TempPathFactory, sglang_loaders: Loaders) -> Found:
     root = tmp_path_factory.mktemp("sglang")
     tensors = {name: save_checkpoint(root / name, *model) for name, model in MODELS.items()}
     cases = [case.case(root) for case in CASES + REFUSED]
@@ -272,14 +269,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         cases.append(Case(str(root / name), {"tp_size": 2}, record=True, hf_config=made))
     cases += [case.case(root, dtype="bfloat16") for case in IN_BFLOAT16]
     (root / "out").mkdir()
-    subprocess.run(
-        [sys.executable, "-m", "tests.reshard.sglang_loaders", str(root / "out")],
-        input=json.dumps([asdict(case) for case in cases]),
-        text=True,
-        check=True,
-        timeout=900,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    sglang_loaders.load(cases, root / "out")
     return Found(root, tensors)
 
 
