@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,26 @@ from tests.learner.parity_ranks import gradients, off_by, plan_of
 
 
 class _Kept:
-    """What autograd holds in place of a tensor; `live` knows it as long as it is held."""
+    """What autograd holds in place of a tensor; `held` counts those of its storage."""
 
-    def __init__(self, tensor: Tensor, live: dict[int, Tensor]) -> None:
-        self.tensor, self._live = tensor, live
-        live[id(self)] = tensor
+    def __init__(self, tensor: Tensor, held: dict[int, _Held]) -> None:
+        self.tensor, self._held = tensor, held
+        storage = tensor.untyped_storage()
+        self._key = storage._cdata
+        held.setdefault(self._key, _Held(storage)).count += 1
 
     def __del__(self) -> None:
-        self._live.pop(id(self), None)
+        self._held[self._key].count -= 1
+        if not self._held[self._key].count:
+            del self._held[self._key]
+
+
+@dataclass
+class _Held:
+    """A storage of so many tensors that are saved for backward."""
+
+    storage: torch.UntypedStorage
+    count: int = 0
 
 
 class SavedBytes:
@@ -45,7 +58,7 @@ class SavedBytes:
 
     def __init__(self, without: list[Tensor]) -> None:
         self._without = {tensor.untyped_storage()._cdata for tensor in without}
-        self._live: dict[int, Tensor] = {}
+        self._held: dict[int, _Held] = {}
         self.most = 0
 
     def __enter__(self) -> SavedBytes:
@@ -57,11 +70,9 @@ class SavedBytes:
         self._hooks.__exit__(*error)
 
     def _keep(self, tensor: Tensor) -> _Kept:
-        kept = _Kept(tensor, self._live)
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._live.values()}
-        for weight in self._without & set(storages):
-            del storages[weight]
-        self.most = max(self.most, sum(storage.nbytes() for storage in storages.values()))
+        kept = _Kept(tensor, self._held)
+        counted = (each.storage for key, each in self._held.items() if key not in self._without)
+        self.most = max(self.most, sum(storage.nbytes() for storage in counted))
         return kept
 
 
