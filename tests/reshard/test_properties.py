@@ -1,4 +1,4 @@
-"""What holds for every pair of layouts, shown on a few thousand random ones.
+"""What holds for every pair of layouts, shown on hundreds of random ones, or on thousands (slow).
 
 The layouts are compared with plain slices, the plans with a simulation of every element; neither
 shares code with the planner or the proof. A failure prints the pair, and the seed of the run.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
@@ -32,19 +33,26 @@ TO_FILES = ["learner files", "servers files", "servers files fp8"]
 EVERYTHING = LEARNER_TO_SERVERS * 3 + FROM_FILES + AMONG_ENGINES + TO_FILES
 
 Test = Callable[..., None]
+MANY: dict[str, Test] = {}
+"""Each property with all of its examples, of which it gets a part in the default tests."""
+PART, LEAST = 4, 25
 
 
-def examples(count: int) -> Callable[[Test], Test]:
+def examples(count: int, *drawn: st.SearchStrategy[object]) -> Callable[[Test], Test]:
     """So many examples, other ones in every run; the seed is in the failure's message."""
 
     def decorate(test: Test) -> Test:
-        configured = settings(
-            max_examples=count,
-            database=None,
-            print_blob=True,
-            suppress_health_check=list(HealthCheck),
-        )(test)
-        return seed(SEED)(configured)
+        def tried(times: int) -> Test:
+            configured = settings(
+                max_examples=times,
+                database=None,
+                print_blob=True,
+                suppress_health_check=list(HealthCheck),
+            )
+            return seed(SEED)(configured(given(*drawn)(test)))
+
+        MANY[test.__name__] = tried(count)
+        return tried(max(count // PART, LEAST))
 
     return decorate
 
@@ -72,16 +80,14 @@ def numbered(side: Side) -> dict[str, np.ndarray]:
     return arrays
 
 
-@examples(1000)
-@given(pairs(EVERYTHING))
+@examples(1000, pairs(EVERYTHING))
 def test_any_layout_holds_what_plain_slices_of_the_policy_are(pair: Pair) -> None:
     print(f"seed {SEED}: set MEGARL_PROPERTY_SEED to run the same examples")
     for side in (pair.source, pair.destination):
         assert_equal(expected(side.layout), side.reference(numbered(side)))
 
 
-@examples(460)
-@given(pairs(EVERYTHING))
+@examples(460, pairs(EVERYTHING))
 def test_any_plan_writes_every_element_once_and_where_it_belongs(pair: Pair) -> None:
     plan = plan_of(pair)
     report = check(plan)
@@ -90,8 +96,7 @@ def test_any_plan_writes_every_element_once_and_where_it_belongs(pair: Pair) -> 
     assert report.num_elements == plan.num_elements()
 
 
-@examples(60)
-@given(pairs([*LEARNER_TO_SERVERS * 2, *AMONG_ENGINES, "files learner"], mtp=False))
+@examples(60, pairs([*LEARNER_TO_SERVERS * 2, *AMONG_ENGINES, "files learner"], mtp=False))
 def test_any_round_trip_brings_every_element_back(pair: Pair) -> None:
     source, there = pair.source.layout, pair.destination.layout
     check(plan_of(pair))
@@ -99,8 +104,7 @@ def test_any_round_trip_brings_every_element_back(pair: Pair) -> None:
     check(make_plan(there, source, back))
 
 
-@examples(100)
-@given(pairs(LEARNER_TO_SERVERS), st.booleans())
+@examples(100, pairs(LEARNER_TO_SERVERS), st.booleans())
 def test_a_layout_to_itself_on_the_same_gpus_moves_nothing_between_gpus(
     pair: Pair, second: bool
 ) -> None:
@@ -126,8 +130,7 @@ def element_bytes(plan: Plan, precision: str) -> int:
     return {"policy": plan.policy_bytes, "float32": 4, "float8": 1}[precision]
 
 
-@examples(60)
-@given(pairs(LEARNER_TO_SERVERS), st.randoms(use_true_random=False))
+@examples(60, pairs(LEARNER_TO_SERVERS), st.randoms(use_true_random=False))
 def test_ranks_in_another_order_send_the_same_to_the_same(pair: Pair, order: random.Random) -> None:
     source = pair.source.layout
     names = list(source.rank_ids)
@@ -145,8 +148,7 @@ def test_ranks_in_another_order_send_the_same_to_the_same(pair: Pair, order: ran
         assert totals[0] == totals[1], kind
 
 
-@examples(60)
-@given(pairs(["learner servers", "learner learner"]), st.randoms(use_true_random=False))
+@examples(60, pairs(["learner servers", "learner learner"]), st.randoms(use_true_random=False))
 def test_replicas_that_change_places_change_only_who_sends(
     pair: Pair, order: random.Random
 ) -> None:
@@ -167,8 +169,7 @@ def test_replicas_that_change_places_change_only_who_sends(
     assert sent[0] == sent[1]
 
 
-@examples(80)
-@given(pairs(LEARNER_TO_SERVERS))
+@examples(80, pairs(LEARNER_TO_SERVERS))
 def test_one_ranks_part_is_its_part_of_the_whole(pair: Pair) -> None:
     plan = plan_of(pair)
     last = pair.destination.layout.rank_ids[-1]
@@ -187,8 +188,7 @@ def test_one_ranks_part_is_its_part_of_the_whole(pair: Pair) -> None:
     assert plan.between(src, last) == tuple(m for m in mine if m.src == src and m in direct)
 
 
-@examples(150)
-@given(pairs(EVERYTHING))
+@examples(150, pairs(EVERYTHING))
 def test_network_bytes_are_the_elements_that_no_rank_of_the_node_holds(pair: Pair) -> None:
     plan = plan_of(pair)
     numbering = numbering_of(plan.source.table)
@@ -245,11 +245,16 @@ def assert_traffic_is_that_of_the_moves(plan: Plan) -> None:
     assert told == counted
 
 
-@examples(60)
-@given(pairs(EVERYTHING))
+@examples(60, pairs(EVERYTHING))
 def test_a_plan_made_again_or_read_again_is_the_same(pair: Pair) -> None:
     plan = plan_of(pair)
     for other in (plan_of(pair), from_json(to_json(plan))):
         assert other.digest == plan.digest
         assert other.moves == plan.moves
         assert other.traffic == plan.traffic
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY)
+def test_property_holds_for_many_more(name: str) -> None:
+    MANY[name]()
