@@ -64,6 +64,11 @@ class Run:
         return self.rows
 
     @property
+    def id(self) -> str:
+        """Of its last start."""
+        return str(json.loads((self.dir / "run.lock").read_text())["run_id"])
+
+    @property
     def output(self) -> str:
         """What it printed."""
         return self._output.read_text(errors="replace")

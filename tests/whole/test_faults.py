@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,16 +35,21 @@ def learner_rank(run: Run, rank: int) -> psutil.Process:
     raise AssertionError(f"no rank {rank} among {run.processes()}")
 
 
-def own_shm(before: Iterable[str]) -> set[str]:
-    """What a run that has ended left behind: new, and mapped by no process that still lives.
-
-    Whatever else runs on the machine comes and goes there too, but is mapped by its owner.
-    """
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+def shared_memory(run: Run) -> set[str]:
+    """The entries of /dev/shm that processes of the run have mapped: weights, at the least."""
+    found = set()
+    for process in run.processes():
         with suppress(OSError):  # it has ended by now
-            mapped |= {line.rpartition("/")[2] for line in maps.read_text().splitlines()}
-    return set(os.listdir(SHM)) - set(before) - mapped
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                _, inside, name = line.partition(f"{SHM}/")
+                found |= {name} if inside and (SHM / name).exists() else set()
+    assert any(name.startswith(f"megarl_{run.id}_") for name in found)
+    return found
+
+
+def left_in_shm(run: Run, held: set[str]) -> set[str]:
+    """What is left of `held`, or bears the run's id: memory of other runs comes and goes there."""
+    return {n for n in os.listdir(SHM) if n in held or n.startswith(f"megarl_{run.id}_")}
 
 
 def trained_ids(run: Run, step: int) -> list[str]:
@@ -83,10 +88,10 @@ def test_killed_scheduler_is_replaced_and_no_prompt_is_lost_or_used_twice(
 def test_killed_learner_rank_ends_the_run_with_its_name_and_the_same_command_resumes(
     quickstart: Callable[..., Run],
 ) -> None:
-    before = os.listdir(SHM)
     run = quickstart("--loop.versions", "6", "--checkpoint.every", "2")
     run.start()
     run.until(lambda: len(run.rows) >= 3)
+    held = shared_memory(run)
     killed_s = time.monotonic()
     learner_rank(run, 1).send_signal(signal.SIGKILL)
     assert run.wait(60) == 1
@@ -95,7 +100,7 @@ def test_killed_learner_rank_ends_the_run_with_its_name_and_the_same_command_res
     assert "rank 1" in last and "SIGKILL" in last and "phase" in last, last
     assert "Traceback" not in run.output
     assert not run.processes()
-    assert not own_shm(before)
+    assert not left_in_shm(run, held)
     assert run.left_in_temp() == []
 
     assert run.finish()
@@ -107,16 +112,16 @@ def test_killed_learner_rank_ends_the_run_with_its_name_and_the_same_command_res
 def test_interrupted_run_is_gone_within_fifteen_seconds_and_resumes(
     quickstart: Callable[..., Run],
 ) -> None:
-    before = os.listdir(SHM)
     run = quickstart("--loop.versions", "40", "--checkpoint.every", "2")
     run.start()
     run.until(lambda: len(run.rows) >= 3)
+    held = shared_memory(run)
     assert run.process is not None
     interrupted_s = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     assert run.wait(30) == 130
-    while run.processes() or own_shm(before):
-        assert time.monotonic() - interrupted_s < 15, (run.processes(), own_shm(before))
+    while run.processes() or left_in_shm(run, held):
+        assert time.monotonic() - interrupted_s < 15, (run.processes(), left_in_shm(run, held))
         time.sleep(0.1)
     assert run.left_in_temp() == []
     assert "ended; the same command continues from version" in run.output
