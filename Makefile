@@ -4,10 +4,12 @@
 # TORCH_PIP_ARGS  how pip gets torch's CPU build where the default package index carries CUDA builds,
 #                 for example: make quickstart TORCH_PIP_ARGS="--index-url https://host/of/cpu/wheels"
 # ARGS            settings added to a run, for example: make quickstart ARGS="--run.seed 1"
+# WORKERS         processes that share the default tests, a file at a time; engines of one take some 3 GB
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 TORCH_PIP_ARGS ?=
 ARGS ?=
+WORKERS ?= 2
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -27,7 +29,7 @@ export HF_HUB_OFFLINE ?= 1
 help:
 	@echo "quickstart  GRPO on two-digit addition, a few minutes on a CPU (runs/quickstart)"
 	@echo "smollm2     a few steps on a real pretrained model (runs/smollm2)"
-	@echo "test        the default tests; test-slow and test-slurm: the long ones, those on a real Slurm"
+	@echo "test        the default tests, in two processes; test-slow and test-slurm: the long ones, those on a real Slurm"
 	@echo "mutation    how many small changes to a folder its tests notice (docs/testing.md)"
 	@echo "check       everything a change must pass: lint, types, contracts, tests"
 	@echo "lint types contracts format docs venv clean"
@@ -63,7 +65,7 @@ smollm2: $(SETUP) $(SMOLLM2)/model.safetensors
 	$(BIN)/megarl train examples/smollm2.toml $(ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(DEV)
 	$(BIN)/python -m pytest -m "slow and not gpu and not slurm" $(ARGS)

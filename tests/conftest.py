@@ -37,6 +37,12 @@ def sglang_loaders() -> Iterator[Loaders]:
     loaders.close()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the tests, begin with the longest files: they end together."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: "tests/whole/" not in item.nodeid)
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Keep pytest from importing programs in search of examples: some patch an engine."""
     name = collection_path.name
