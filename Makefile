@@ -4,7 +4,7 @@
 # TORCH_PIP_ARGS  how pip gets torch's CPU build where the default package index carries CUDA builds,
 #                 for example: make quickstart TORCH_PIP_ARGS="--index-url https://host/of/cpu/wheels"
 # ARGS            settings added to a run, for example: make quickstart ARGS="--run.seed 1"
-# WORKERS         processes that share the default tests, a file at a time; engines of one take some 3 GB
+# WORKERS         processes that share the default tests, a file at a time; engines of one take gigabytes
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 TORCH_PIP_ARGS ?=
