@@ -104,6 +104,18 @@ def test_the_three_forms_are_equal_on_every_box(
         assert checksum._device_sum(rows, identity, starts) == in_numpy
 
 
+@pytest.mark.parametrize("shape", [(70, 3), (3, 70), (70, 70)])
+def test_sum_on_a_device_is_the_same_in_blocks_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    tensor = torch.randn(shape)
+    starts = np.arange(0, 2 * tensor.numel(), 2 * shape[1], dtype=np.uint64)  # runs with gaps
+    identity = checksum.tensor_id("w")
+    monkeypatch.setattr(checksum, "_TORCH_BLOCK", 64)
+    in_numpy = checksum._host_sum(checksum._bits(tensor), identity, starts)
+    assert checksum._device_sum(tensor, identity, starts) == in_numpy
+
+
 def test_a_library_that_is_not_ours_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
