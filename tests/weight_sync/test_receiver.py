@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megarl.errors import WeightSyncError
 from megarl.reshard import execute
+from megarl.reshard.layout import num_elements
 from megarl.reshard.mesh import LearnerMesh, ServerMesh
 from megarl.weight_sync import compiled, coverage, receiver
 from megarl.weight_sync.acks import Ack, AckBoard
@@ -301,6 +303,29 @@ def test_arena_is_mapped_once_and_the_old_one_is_dropped(simple: Rig) -> None:
     assert simple.differences(simple.receive(simple.messages(6, generation=1))) == []
     after = mapped()
     assert len(after) == len(before) and all("_g1_" in name for name in after)
+
+
+def test_server_takes_another_learners_plan_after_the_first(simple: Rig, rig: Any) -> None:
+    other = rig(SourceSpec(SHAPE, LearnerMesh(pp=2)), ServerMesh(2))
+    other.receivers, other.models = simple.receivers, simple.models
+    other.learn(5)
+    assert other.sync(2) == []
+    wanted = tiny.on_server(SHAPE, 2, tiny.weights(SHAPE, 5))
+    for model, tensors in zip(simple.models, wanted, strict=True):
+        assert all(torch.equal(model.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+def test_arena_is_kept_from_sync_to_sync_and_what_was_taken_is_told(simple: Rig) -> None:
+    first = simple.messages(2)
+    for sender in simple.senders:
+        sender.withdraw()
+    second = simple.messages(3)
+    assert [m.arenas for m in first] == [m.arenas for m in second]
+    route = simple.senders[0].route(simple.kind)
+    for rank, ack in enumerate(simple.receive(second)):
+        held = sum(tensor.numel() for tensor in simple.models[rank].tensors.values())
+        padding = sum(num_elements(p.box) for p in route.destination.ranks[rank].paddings)
+        assert sum(ack.moved_bytes.values()) == 4 * (held - padding)
 
 
 def test_receiver_imports_no_engine_and_sender_no_sglang() -> None:
