@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,6 +304,15 @@ def test_arena_is_mapped_once_and_the_old_one_is_dropped(simple: Rig) -> None:
     assert simple.differences(simple.receive(simple.messages(6, generation=1))) == []
     after = mapped()
     assert len(after) == len(before) and all("_g1_" in name for name in after)
+
+
+def test_rank_is_the_one_that_sglang_has_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "sglang.srt.runtime_context"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert receiver.engine_rank() is None
+    context = SimpleNamespace(get_parallel=lambda: SimpleNamespace(tp_rank=3))
+    monkeypatch.setitem(sys.modules, name, context)
+    assert receiver.engine_rank() == 3
 
 
 def test_server_takes_another_learners_plan_after_the_first(simple: Rig, rig: Any) -> None:
