@@ -190,10 +190,10 @@ def test_sample_goes_to_another_microbatch_where_the_lightest_has_no_room() -> N
 
 
 def test_sample_leaves_the_lightest_microbatch_for_a_heavier_one_that_has_room() -> None:
-    # By work 20 alone is heavier than 9 + 9 + 9, which is more tokens: 4 fits beside 20 only.
+    # By work 14 alone is heavier than nine of 3, which are more tokens: 2 fits beside 14 only.
     flops = SequenceFlops(per_token=1.0, per_prediction=0.0, per_pair=1.0)
-    plan = scheduled([20, 9, 9, 9, 4], 2, 28, flops)
-    assert sorted(map(sum, token_sums(plan))) == [24, 27] and len(plan.schedule[0]) == 1
+    plan = scheduled([14, *[3] * 9, 2], 2, 28, flops)
+    assert sorted(map(sum, token_sums(plan))) == [16, 27] and len(plan.schedule[0]) == 1
 
 
 def test_schedule_adds_one_microbatch_where_the_least_number_does_not_fit() -> None:
