@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megarl.convert.numbers import Bits, Cast
+from megarl.convert.numbers import Bits, Cast, forget
 from megarl.convert.opened import Checkpoint
 from megarl.convert.target import Target
 from megarl.errors import CheckpointError
@@ -42,4 +42,5 @@ def assembled(
                 execute.run((move,), sources, {name: bits})
             except OverflowError as error:
                 raise CheckpointError(f"{move.tensor}: {error}") from error
+            forget(held)
         yield name, bits

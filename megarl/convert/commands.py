@@ -49,7 +49,8 @@ that was killed goes on when the same command is given again. Nothing is overwri
   --shard-gb N          gigabytes of one file at most, default 5
   --workers N           processes that write, each a file at a time; default one for each processor,
                         at most 4
-  --dry-run             print files, sizes and time, and write nothing
+  --dry-run             print files, sizes and time, and write nothing; SRC may have a config.json
+                        alone, and stands for a checkpoint of that model
 """
 
 HELP: Mapping[str, str] = {"inspect": INSPECT, "compare": COMPARE, "convert": CONVERT}
@@ -112,8 +113,9 @@ def _convert(paths: Sequence[str], flags: Mapping[str, str]) -> tuple[int, str]:
         workers=int(_positive("--workers", flags, float(min(MAX_WORKERS, processors)), least=1.0)),
     )
     source, final = paths[0], Path(os.path.abspath(paths[1]))
-    work = prepare(source, options)
-    return 0, describe(work, final) if "--dry-run" in flags else convert(work, final)
+    is_dry = "--dry-run" in flags
+    work = prepare(source, options, is_dry)
+    return 0, describe(work, final) if is_dry else convert(work, final)
 
 
 def _one_of(name: str, flags: Mapping[str, str], known: Collection[Any]) -> Any:

@@ -18,7 +18,7 @@ import torch
 from megarl.actor.config_fields import read_json
 from megarl.actor.parameters import STACKED, Parameter
 from megarl.convert.formats import CONFIG, Found
-from megarl.convert.numbers import Bits, tensor_of
+from megarl.convert.numbers import Bits, forget, tensor_of
 from megarl.convert.opened import Checkpoint, open_checkpoint
 from megarl.reshard import execute
 from megarl.reshard.files import FLOAT8, STORED, StoredTensor, map_tensors, read_headers
@@ -180,6 +180,8 @@ def _parts(
         end = min(start + rows, shape[0])
         box = ((start, end), *whole(shape[1:]))
         yield _Part(name, shape, box, maps[0][start:end], maps[1][start:end], dtypes)
+        for held in maps:
+            forget(held)
 
 
 def _by_plan(left: Checkpoint, right: Checkpoint) -> Comparison:
@@ -192,6 +194,8 @@ def _by_plan(left: Checkpoint, right: Checkpoint) -> Comparison:
     for rank in right.layout.rank_ids:
         for move in sorted(plan.receives(rank), key=lambda move: (move.dst_local, move.src)):
             sums.take(_pair(move, parameters[move.tensor], left, right))
+            forget(left.tensor(move.src, move.src_local))
+            forget(right.tensor(move.dst, move.dst_local))
     order = {name: number for number, name in enumerate(parameters)}
     names = sorted(sums.differences, key=lambda name: order[_stack_of(name, order)])
     found = {name: sums.differences[name] for name in names}

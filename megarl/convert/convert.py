@@ -16,22 +16,32 @@ from typing import Any, Literal
 from megarl import __version__
 from megarl.actor.parameters import Parameter
 from megarl.convert.assemble import assembled
-from megarl.convert.formats import FORMATS, Format, Found, find
+from megarl.convert.formats import (
+    BACKEND,
+    CONFIG,
+    FORMATS,
+    LATEST,
+    METADATA,
+    Format,
+    Found,
+    find,
+)
 from megarl.convert.huggingface import HuggingFaceTarget
 from megarl.convert.journal import Journal, check_free
-from megarl.convert.opened import Checkpoint, open_checkpoint
+from megarl.convert.opened import Checkpoint, expected_checkpoint, open_checkpoint
 from megarl.convert.target import Target
 from megarl.convert.torch_dist import TorchDistTarget
 from megarl.convert.workers import Progress, write_all
 from megarl.errors import CheckpointError
 from megarl.float8 import BlockScaling
-from megarl.reshard.files import FLOAT8
-from megarl.reshard.notation import counted
+from megarl.reshard.files import FLOAT8, INDEX, SINGLE
+from megarl.reshard.notation import counted, elided
 from megarl.reshard.page import bytes_text, seconds_text
 from megarl.reshard.plan import Plan, make_plan
 
 Numbers = Literal["fp32", "fp16", "bf16", "fp8"]
 SPELLED: dict[str, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+SHOWN = 16  # files of a dry run
 BESIDE_FLOAT8 = "BF16"  # of what is not quantized, where float8 is asked for; and of float8 read
 
 
@@ -62,13 +72,15 @@ class Conversion:
         return sum(file.num_bytes for file in self.target.files)
 
 
-def prepare(path: str | Path, options: Options) -> Conversion:
+def prepare(path: str | Path, options: Options, is_dry: bool = False) -> Conversion:
     """Read and check the source, and plan its conversion; no weight is read yet.
 
-    Raises CheckpointError, ModelError or LayoutError where it is not whole, not of its config.json,
-    or cannot be had as is wanted.
+    With `is_dry` a folder with nothing but a config.json does: it stands for that model. Raises
+    CheckpointError, ModelError or LayoutError where the source is not whole, not of its
+    config.json, or cannot be had as is wanted.
     """
-    found = find(path, options.model)
+    expected = is_dry and _has_config_only(Path(path))
+    found = Found("hf", Path(path), Path(path)) if expected else find(path, options.model)
     to: Format = options.to or ("hf" if found.format == "torch_dist" else "torch_dist")
     if to == "torch_dist" and options.dtype == "fp8":
         raise CheckpointError(
@@ -76,10 +88,19 @@ def prepare(path: str | Path, options: Options) -> Conversion:
         )
     as_stored = to == "hf" and options.dtype in (None, "fp8")
     wanted = SPELLED.get(options.dtype or "", BESIDE_FLOAT8)
-    source = open_checkpoint(found, None if as_stored else wanted)
+    dequantized = None if as_stored else wanted
+    if expected:
+        source = expected_checkpoint(found.path, dequantized)
+    else:
+        source = open_checkpoint(found, dequantized)
     target = _target(source, to, options)
     plan = make_plan(source.layout, target.layout, policy_bytes=4)
     return Conversion(source, target, plan, to, options)
+
+
+def _has_config_only(folder: Path) -> bool:
+    names = (SINGLE, INDEX, METADATA, BACKEND, LATEST)
+    return (folder / CONFIG).is_file() and not any((folder / name).exists() for name in names)
 
 
 def _target(source: Checkpoint, to: Format, options: Options) -> Target:
@@ -114,7 +135,8 @@ def describe(work: Conversion, final: Path) -> str:
         f"{work.source.found.path} ({work.source.found.words}) -> {final} ({FORMATS[work.to]})",
         f"{counted(len(work.target.files), 'file')}, {bytes_text(work.num_bytes)}:",
     ]
-    lines += [f"  {file.name}  {bytes_text(file.num_bytes)}" for file in work.target.files]
+    files = [f"  {file.name}  {bytes_text(file.num_bytes)}" for file in work.target.files]
+    lines += elided(files, SHOWN)
     lines.append(f"{seconds_text(work.num_bytes / 1e9)} where 1 GB is written a second")
     return "\n".join(lines) + "\n"
 
@@ -211,6 +233,3 @@ def _facts(work: Conversion) -> dict[str, Any]:
         "target": work.target.layout.digest,
         "megarl": __version__,
     }
-
-
-__all__ = ["Conversion", "Found", "Options", "convert", "describe", "prepare"]

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from megarl.convert.numbers import LARGE_BYTES, forget
 from megarl.errors import CheckpointError
 from megarl.reshard.dist_checkpoint import Chunk
 from megarl.reshard.files import STORED
@@ -127,7 +128,7 @@ class DistCheckpoint:
                 raise ValueError(f"a tensor of shape {list(found.size)} is stored there")
             start = stored.offset + found.storage
             raw = np.memmap(path, np.uint8, "r", start, (found.num_bytes,))
-            if zlib.crc32(raw.data) != found.checksum:
+            if _checksum(raw) != found.checksum:
                 raise ValueError("its bytes are not as they were saved")
             first = found.first * bits.itemsize
             return raw[first : first + self.num_bytes(chunk)].view(bits).reshape(chunk.sizes)
@@ -200,6 +201,15 @@ def _tensor_in(part: _Part) -> _Found:
     storage = entry.header_offset + 30 + name + extra
     contiguous = _is_contiguous(recipe.size, recipe.stride)
     return _Found(recipe.first, recipe.size, contiguous, storage, entry.file_size, entry.CRC)
+
+
+def _checksum(raw: np.ndarray[Any, Any]) -> int:
+    """CRC-32 of mapped bytes, part by part, so that they are not resident all at once."""
+    found = 0
+    for start in range(0, len(raw), LARGE_BYTES):
+        found = zlib.crc32(raw[start : start + LARGE_BYTES].data, found)
+        forget(raw)
+    return found
 
 
 def _is_contiguous(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

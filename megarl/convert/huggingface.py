@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,10 +46,11 @@ class HuggingFaceTarget:
         self._policy = policy_dtype(table, dtypes)
         assembled: dict[str, TensorToStore] = {}
         stored: dict[str, TensorToStore] = {}
-        for parameter in table.parameters:
-            for name, tensor in _tensors(parameter, dtypes[parameter.name]):
-                assembled[name] = tensor
-                stored |= self._stored(name, tensor, parameter)
+        for name, parameter in _by_expert(table.parameters):
+            shape_here = parameter.shape[1:] if parameter.stacked else parameter.shape
+            tensor = TensorToStore(dtypes[parameter.name], shape_here)
+            assembled[name] = tensor
+            stored |= self._stored(name, tensor, parameter)
         self._files = shard_files(stored, shard_bytes)
         self.files = tuple(
             TargetFile(f.name, {n: assembled[n] for n in f.tensors if n in assembled}, f.num_bytes)
@@ -113,9 +115,15 @@ class HuggingFaceTarget:
         write_config(self._model, folder, NAMES[self._policy], num_mtp_layers, block)
 
 
-def _tensors(parameter: Parameter, dtype: str) -> list[tuple[str, TensorToStore]]:
-    shape = parameter.shape[1:] if parameter.stacked else parameter.shape
-    return [(name, TensorToStore(dtype, shape)) for name in parameter.stored_names()]
+def _by_expert(parameters: Iterable[Parameter]) -> Iterator[tuple[str, Parameter]]:
+    """The tensors in order: all of an expert's together, as Megatron has its gate and up in one."""
+    for is_stacked, group in itertools.groupby(parameters, lambda p: p.stacked):
+        together = list(group)
+        if is_stacked:
+            for names in zip(*(p.stored_names() for p in together), strict=True):
+                yield from zip(names, together, strict=True)
+        else:
+            yield from ((p.name, p) for p in together)
 
 
 def policy_dtype(table: BlockTable, dtypes: Mapping[str, str]) -> str:

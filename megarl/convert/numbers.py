@@ -6,6 +6,7 @@ Owns the meaning of a type as safetensors spells it. Bits are numpy arrays of th
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ TORCH: Mapping[str, torch.dtype] = {
 }
 
 Bits = np.ndarray[Any, Any]
+
+LARGE_BYTES = 1 << 27  # of a mapped tensor: less may stay resident
 
 
 def tensor_of(bits: Bits, dtype: str) -> Tensor:
@@ -58,6 +61,14 @@ def cast(bits: Bits, dtype: str, wanted: str) -> Bits:
     return bits_of(made, wanted)
 
 
+def forget(bits: Any) -> None:
+    """Let go of the memory that a mapped tensor has come to, where it is large. It stays usable."""
+    mapped = bits.codes if isinstance(bits, Dequantized) else bits
+    held = getattr(mapped, "_mmap", None)  # numpy has no other way to it
+    if held is not None and mapped.nbytes > LARGE_BYTES:
+        held.madvise(mmap.MADV_DONTNEED)
+
+
 class Cast:
     """Bits that are cast where they are sliced."""
 
@@ -73,20 +84,20 @@ class Dequantized:
     """A float8 tensor [R, C] in scaled blocks, whose numbers are made where they are sliced."""
 
     def __init__(self, codes: Bits, scales: Bits, scaling: BlockScaling, wanted: str) -> None:
-        self._codes, self._scales, self._scaling, self._wanted = codes, scales, scaling, wanted
+        self.codes, self._scales, self._scaling, self._wanted = codes, scales, scaling, wanted
         self.nbytes = codes.nbytes
 
     def __getitem__(self, index: tuple[slice, slice]) -> Bits:
         """The numbers of rows and columns, from the whole blocks that they lie in."""
         outer, inner, blocks = [], [], []
         units = (self._scaling.rows, self._scaling.columns)
-        for part, size, unit in zip(index, self._codes.shape, units, strict=True):
+        for part, size, unit in zip(index, self.codes.shape, units, strict=True):
             start, end, _ = part.indices(size)
             first, last = start // unit, -(-end // unit)
             blocks.append(slice(first, last))
             outer.append(slice(first * unit, min(size, last * unit)))
             inner.append(slice(start - first * unit, end - first * unit))
-        codes = tensor_of(np.array(self._codes[tuple(outer)]), FLOAT8)
+        codes = tensor_of(np.array(self.codes[tuple(outer)]), FLOAT8)
         scales = tensor_of(np.array(self._scales[tuple(blocks)]), "F32")
         numbers = float8.dequantize(codes, scales, self._scaling, TORCH[self._wanted])
         return bits_of(numbers, self._wanted)[tuple(inner)]

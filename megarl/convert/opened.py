@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from megarl.actor.config_fields import read_json
 from megarl.actor.parameters import SCALE_SUFFIX, block_table
 from megarl.actor.shape import ModelShape, read_shape
 from megarl.convert.dist_files import DistCheckpoint
-from megarl.convert.formats import Found
+from megarl.convert.formats import CONFIG, Found
 from megarl.convert.numbers import Dequantized
 from megarl.errors import CheckpointError
 from megarl.float8 import BlockScaling
@@ -36,8 +37,9 @@ from megarl.reshard.files import (
     read_headers,
 )
 from megarl.reshard.layout import Layout
+from megarl.reshard.shard_files import TensorToStore, shard_files
 
-KEPT_BYTES = 1 << 30  # of mapped tensors that are kept for the next who asks, beyond the last one
+KEPT_BYTES = 1 << 28  # of mapped tensors that are kept for the next who asks, beyond the last one
 
 Headers = Mapping[Path, Mapping[str, StoredTensor]]
 
@@ -95,12 +97,33 @@ def open_checkpoint(found: Found, dequantized: str | None = None) -> Checkpoint:
             "model with --model"
         )
     if found.format == "hf":
-        return _open_hugging_face(found, read_shape(found.path), dequantized)
+        headers = read_headers(found.path)
+        return _open_hugging_face(found, headers, read_shape(found.path), dequantized)
     return _open_torch_dist(found, replace(read_shape(found.model), fp8_block=None))
 
 
-def _open_hugging_face(found: Found, shape: ModelShape, dequantized: str | None) -> Checkpoint:
-    headers: Headers = read_headers(found.path)
+def expected_checkpoint(folder: Path, dequantized: str | None = None) -> Checkpoint:
+    """What a Hugging Face folder that has only a config.json would hold. No tensor can be read.
+
+    Raises ModelError where that is missing or of no model that is known.
+    """
+    shape = read_shape(folder)
+    config = read_json(folder / CONFIG, required=True)
+    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    policy = {"float32": "F32", "float16": "F16"}.get(named, "BF16")
+    by_precision = {"policy": policy, "float32": "F32", "float8": FLOAT8}
+    tensors = {
+        name: TensorToStore(by_precision[p.precision], p.shape[1:] if p.stacked else p.shape)
+        for p in block_table(shape, shape.fp8_block).parameters
+        for name in p.stored_names()
+    }
+    headers = {folder / file.name: file.tensors for file in shard_files(tensors)}
+    return _open_hugging_face(Found("hf", folder, folder), headers, shape, dequantized)
+
+
+def _open_hugging_face(
+    found: Found, headers: Headers, shape: ModelShape, dequantized: str | None
+) -> Checkpoint:
     if not any(f"model.layers.{shape.num_layers}." in name for h in headers.values() for name in h):
         shape = replace(shape, num_mtp_layers=0)
     block = shape.fp8_block

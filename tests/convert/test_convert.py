@@ -201,3 +201,13 @@ def test_wrong_option_is_one_clear_error(
 ) -> None:
     models.write(tmp_path / "a", QWEN3)
     assert words in refusal(capsys, tmp_path / "a", tmp_path / "b", *options)
+
+
+def test_dry_run_of_a_config_alone_stands_for_its_model(tmp_path: Path, capsys) -> None:
+    examples = Path(__file__).parents[2] / "examples/reshard"
+    arguments = ["convert", str(examples / "llama-3.1-405b"), str(tmp_path / "b")]
+    assert main([*arguments, "--dry-run", "--shard-gb", "10"]) == 0
+    told = capsys.readouterr().out
+    assert ", 812 GB:\n" in told  # 405.85 B parameters of two bytes
+    assert told.endswith("812 s where 1 GB is written a second\n")
+    assert "no checkpoint that is read" in refusal(capsys, *map(Path, arguments[1:]))
