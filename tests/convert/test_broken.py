@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import megarl.convert.convert  # noqa: F401 - once, and not in each child that is forked
 from megarl.cli import main
 from tests.convert import models
 from tests.convert.test_convert import (
