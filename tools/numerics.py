@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from tests.learner.parity import GRADIENT_BOUND, LOSS_BOUND, Oracle, Runs
+from tests.learner.parity import GRADIENT_BOUND, LOSS_BOUND, LOSS_BOUNDS, Oracle, Runs
 from tests.learner.parity_cases import ALL, RECOMPUTED, TIED
 from tests.megatron_engine import Engine
 
@@ -54,8 +54,9 @@ def _cells(line: str) -> tuple[str, ...]:
 
 
 def _is_off(row: tuple[str, ...]) -> bool:
-    _, _, loss, *gradients = row
-    return float(loss) > LOSS_BOUND or any(float(g) > GRADIENT_BOUND for g in gradients if g)
+    name, _, loss, *gradients = row
+    bound = LOSS_BOUNDS.get(ALL[name].model, LOSS_BOUND)
+    return float(loss) > bound or any(float(g) > GRADIENT_BOUND for g in gradients if g)
 
 
 if __name__ == "__main__":
