@@ -13,6 +13,7 @@ import psutil
 
 from megarl.config.schema import DeadlineConfig
 from megarl.learner.client import LearnerClient
+from megarl.learner.phases import read_phases
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +87,14 @@ class RunningLearner:
         return int(
             json.loads((self.run_dir / "logs" / f"learner-rank{rank}.phase").read_text())["pid"]
         )
+
+    def idle_rank_pid(self, rank: int, limit_s: float = 60.0) -> int:
+        """The process of a rank, once it waits for a verb: others may be done before it."""
+        until = time.monotonic() + limit_s
+        while not read_phases(self.run_dir / "logs")[rank].place.startswith("idle"):
+            assert time.monotonic() < until, f"rank {rank} is busy"
+            time.sleep(0.02)
+        return self.rank_pid(rank)
 
     def failure(self, wait_s: float = 15.0) -> dict[str, object]:
         deadline = time.monotonic() + wait_s

@@ -89,7 +89,7 @@ async def test_verb_is_late_too_where_a_rank_hung_before_it(toy) -> None:
     running = toy("[deadline]\nlearner_verb_s = 1.0\n")
     async with running.client(DeadlineConfig(learner_verb_s=1.0)) as client:
         await client.score(batch(0))
-        pid = running.rank_pid(1)
+        pid = running.idle_rank_pid(1)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(LearnerError, match=rf"deadline of . s.*rank 1 \(.*pid {pid}, in idle"):
             await client.score(batch(0))
@@ -101,7 +101,7 @@ async def test_verb_is_late_too_where_a_rank_hung_before_it(toy) -> None:
 async def test_killed_rank_is_named_with_signal_and_phase(toy) -> None:
     running = toy()
     async with running.client() as client:
-        pid = running.rank_pid(1)
+        pid = running.idle_rank_pid(1)
         started_at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         failure = running.failure()
