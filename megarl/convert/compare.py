@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +18,19 @@ import torch
 from megarl.actor.config_fields import read_json
 from megarl.actor.parameters import STACKED, Parameter
 from megarl.convert.formats import CONFIG, Found
-from megarl.convert.numbers import Bits, forget, tensor_of
+from megarl.convert.numbers import Bits, tensor_of
 from megarl.convert.opened import Checkpoint, open_checkpoint
-from megarl.reshard import execute
-from megarl.reshard.files import FLOAT8, STORED, StoredTensor, map_tensors, read_headers
-from megarl.reshard.layout import Box, whole
+from megarl.convert.progress import Progress
+from megarl.convert.stored import bands, stored_in, whole_bits
+from megarl.reshard.files import FLOAT8, STORED, StoredTensor, read_headers
+from megarl.reshard.layout import Box, local_box, whole
 from megarl.reshard.moves import Move
-from megarl.reshard.plan import CHUNK_BYTES, make_plan
+from megarl.reshard.plan import make_plan
 from megarl.weight_sync.checksum import add, box_checksum
 
 ALIKE = "BF16"  # what float8 is read as where the other side has none
+PART_BYTES = 1 << 23  # of a tensor, held at once
+WIDEST = 4  # bytes of the largest type of a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +113,16 @@ class _Part:
 class _Sums:
     """What is added up over the parts."""
 
+    progress: Progress
     differences: dict[str, Difference] = field(default_factory=dict)
     digests: tuple[int, int] = (0, 0)
 
     def take(self, part: _Part) -> None:
         sums = [
-            box_checksum(tensor_of(np.array(bits), dtype), part.name, part.shape, part.box)
+            box_checksum(tensor_of(bits, dtype), part.name, part.shape, part.box)
             for bits, dtype in zip((part.left, part.right), part.dtypes, strict=True)
         ]
+        self.progress.add(part.left.nbytes + part.right.nbytes)
         self.digests = (add((self.digests[0], sums[0])), add((self.digests[1], sums[1])))
         found = _difference(part)
         if found is not None:
@@ -150,38 +155,46 @@ def _by_name(left: Headers, right: Headers) -> Comparison:
         {name: Facts(stored.shape, stored.dtype) for name, (_, stored) in side.items()}
         for side in sides
     ]
-    sums = _Sums()
-    for name in sides[0]:
-        if name in sides[1] and facts[0][name].shape == facts[1][name].shape:
-            for part in _parts(name, sides[0][name], sides[1][name]):
-                sums.take(part)
+    both = [name for name, fact in facts[0].items() if _is_alike(fact, facts[1].get(name))]
+    sums = _Sums(Progress(sum(2 * _num_bytes(sides[0][name][1]) for name in both)))
+    for name in both:
+        (left_path, ours), (right_path, theirs) = sides[0][name], sides[1][name]
+        if not {ours.dtype, theirs.dtype} <= STORED.keys():  # a type unknown here: by its bytes
+            if _num_bytes(ours) != _num_bytes(theirs):
+                box = whole(ours.shape)
+                found = Difference(name, box, math.prod(ours.shape), math.inf)
+                sums.differences[name] = found
+                continue
+            ours, theirs = (
+                replace(one, dtype=FLOAT8, shape=(_num_bytes(one),)) for one in (ours, theirs)
+            )
+        for part in _parts(name, (left_path, ours), (right_path, theirs)):
+            sums.take(part)
+    sums.progress.end()
     return Comparison(facts[0], facts[1], sums.differences, sums.digests)
+
+
+def _is_alike(left: Facts, right: Facts | None) -> bool:
+    return right is not None and left.shape == right.shape
+
+
+def _num_bytes(stored: StoredTensor) -> int:
+    return stored.end - stored.start
 
 
 def _parts(
     name: str, left: tuple[Path, StoredTensor], right: tuple[Path, StoredTensor]
 ) -> Iterator[_Part]:
-    """A tensor row by row, many at a time."""
-    stored = left[1]
-    dtypes = (stored.dtype, right[1].dtype)
-    if not set(dtypes) <= STORED.keys():
-        raw = [
-            np.memmap(path, np.uint8, "r", found.start, (found.end - found.start,))
-            for path, found in (left, right)
-        ]
-        yield _Part(name, raw[0].shape, whole(raw[0].shape), raw[0], raw[1], (FLOAT8, FLOAT8))
-        return
-    maps = [map_tensors(path, {name: found})[name] for path, found in (left, right)]
-    if not stored.shape:
-        maps = [held.reshape(1) for held in maps]
-    shape = maps[0].shape
-    rows = max(1, CHUNK_BYTES // max(1, maps[0].nbytes // max(1, shape[0])))
-    for start in range(0, shape[0], rows):
-        end = min(start + rows, shape[0])
-        box = ((start, end), *whole(shape[1:]))
-        yield _Part(name, shape, box, maps[0][start:end], maps[1][start:end], dtypes)
-        for held in maps:
-            forget(held)
+    """A tensor part by part."""
+    shape = left[1].shape or (1,)
+    dtypes = left[1].dtype, right[1].dtype
+    tensors = [stored_in(path, stored).reshaped(shape) for path, stored in (left, right)]
+    for box, _ in bands(whole(shape), WIDEST, num_bytes=PART_BYTES):
+        ours, theirs = (
+            whole_bits(tensor, STORED[dtype], box)
+            for tensor, dtype in zip(tensors, dtypes, strict=True)
+        )
+        yield _Part(name, shape, box, ours, theirs, dtypes)
 
 
 def _by_plan(left: Checkpoint, right: Checkpoint) -> Comparison:
@@ -190,29 +203,57 @@ def _by_plan(left: Checkpoint, right: Checkpoint) -> Comparison:
     if {n: f.shape for n, f in facts[0].items()} != {n: f.shape for n, f in facts[1].items()}:
         return Comparison(facts[0], facts[1], {}, (0, 0))
     parameters = {parameter.name: parameter for parameter in left.layout.parameters}
-    plan, sums = make_plan(left.layout, right.layout, policy_bytes=4), _Sums()
+    plan = make_plan(left.layout, right.layout, policy_bytes=WIDEST)
+    total = sum(
+        _itemsize(side, name) * p.num_elements for side in facts for name, p in parameters.items()
+    )
+    sums = _Sums(Progress(total))
     for rank in right.layout.rank_ids:
         for move in sorted(plan.receives(rank), key=lambda move: (move.dst_local, move.src)):
-            sums.take(_pair(move, parameters[move.tensor], left, right))
-            forget(left.tensor(move.src, move.src_local))
-            forget(right.tensor(move.dst, move.dst_local))
+            for part in _paired(move, parameters[move.tensor], left, right):
+                sums.take(part)
+    sums.progress.end()
     order = {name: number for number, name in enumerate(parameters)}
     names = sorted(sums.differences, key=lambda name: order[_stack_of(name, order)])
     found = {name: sums.differences[name] for name in names}
     return Comparison(facts[0], facts[1], found, sums.digests)
 
 
-def _pair(move: Move, parameter: Parameter, left: Checkpoint, right: Checkpoint) -> _Part:
-    sources = {move.src_local: left.tensor(move.src, move.src_local)}
-    destinations = {move.dst_local: right.tensor(move.dst, move.dst_local)}
+def _itemsize(facts: Mapping[str, Facts], name: str) -> int:
+    dtype = facts[name].dtype
+    return STORED[ALIKE if dtype == FLOAT8 else dtype.partition("+")[0]].itemsize
+
+
+def _paired(
+    move: Move, parameter: Parameter, left: Checkpoint, right: Checkpoint
+) -> Iterator[_Part]:
+    """What a move pairs, part by part."""
+    name, shape, first = move.tensor, parameter.shape, 0
+    if parameter.stacked and move.box[0][1] - move.box[0][0] == 1:  # one expert: as its tensor
+        name, shape, first = name.replace(STACKED, str(move.box[0][0])), shape[1:], 1
     dtypes = left.dtypes[move.src][move.src_local], right.dtypes[move.dst][move.dst_local]
-    ours, theirs = execute.read(move, sources), execute.written(move, destinations)
-    name, shape, box = move.tensor, parameter.shape, move.box
-    if parameter.stacked and box[0][1] - box[0][0] == 1:  # one expert: a tensor of its own
-        name, shape = name.replace(STACKED, str(box[0][0])), shape[1:]
-        box = box[1:]
-    extent = tuple(end - start for start, end in box)
-    return _Part(name, shape, box, ours.reshape(extent), theirs.reshape(extent), dtypes)
+    tensors = (
+        left.tensor(move.src, move.src_local),
+        right.tensor(move.dst, move.dst_local),
+    )
+    for box, index in bands(move.box, WIDEST, num_bytes=PART_BYTES):
+        extent = tuple(end - start for start, end in box[first:])
+        ours, theirs = (
+            whole_bits(tensor, STORED[dtype], _local(move.box, at, index)).reshape(extent)
+            for tensor, dtype, at in zip(tensors, dtypes, (move.src_at, move.dst_at), strict=True)
+        )
+        yield _Part(name, shape, box[first:], ours, theirs, dtypes)
+
+
+def _local(box: Box, at: tuple[int, ...], index: tuple[slice, ...]) -> Box:
+    """Where the part `index` of a move's box lies in the local tensor that has it from `at` on."""
+    local = local_box(box, at)
+    added = max(0, len(at) - len(box))
+    own = index[len(index) - len(at) + added :]
+    return local[:added] + tuple(
+        (start + part.start, start + part.stop)
+        for (start, _), part in zip(local[added:], own, strict=True)
+    )
 
 
 def _stack_of(name: str, known: Mapping[str, int]) -> str:
@@ -234,10 +275,10 @@ def _facts(side: Checkpoint) -> dict[str, Facts]:
 def _difference(part: _Part) -> Difference | None:
     """Where and by how much the two sides differ; None where they do not."""
     sides = (part.left, part.right)
-    if part.left.shape != part.right.shape:  # raw bytes of unlike types
-        return Difference(part.name, part.box, part.left.size, math.inf)
     if part.dtypes[0] == part.dtypes[1]:
         ours, theirs = (bits.view(f"u{bits.itemsize}") for bits in sides)
+        if np.array_equal(ours, theirs):
+            return None
         mask = ours != theirs
         sides = (part.left[mask], part.right[mask])
     numbers = [_numbers(bits, dtype) for bits, dtype in zip(sides, part.dtypes, strict=True)]
@@ -258,7 +299,7 @@ def _apart(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def _numbers(bits: Bits, dtype: str) -> torch.Tensor:
     """float64 of the bits."""
-    return tensor_of(np.array(bits), dtype).to(torch.float64)
+    return tensor_of(bits, dtype).to(torch.float64)
 
 
 def _around(mask: Bits, box: Box) -> Box:

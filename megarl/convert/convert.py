@@ -29,9 +29,10 @@ from megarl.convert.formats import (
 from megarl.convert.huggingface import HuggingFaceTarget
 from megarl.convert.journal import Journal, check_free
 from megarl.convert.opened import Checkpoint, expected_checkpoint, open_checkpoint
-from megarl.convert.target import Target
+from megarl.convert.progress import Progress
+from megarl.convert.target import Target, Tell
 from megarl.convert.torch_dist import TorchDistTarget
-from megarl.convert.workers import Progress, write_all
+from megarl.convert.workers import write_all
 from megarl.errors import CheckpointError
 from megarl.float8 import BlockScaling
 from megarl.reshard.files import FLOAT8, INDEX, SINGLE
@@ -180,11 +181,11 @@ def _write(work: Conversion, journal: Journal) -> None:
     left = [number for number, file in enumerate(files) if file.name not in journal.receipts]
     done = work.num_bytes - sum(files[number].num_bytes for number in left)
 
-    def write(number: int, tell: Any) -> Any:
+    def write(number: int, tell: Tell) -> Any:
         path = journal.folder / files[number].name
         try:
-            tensors = _told(assembled(work.source, work.target, work.plan, number), tell)
-            return work.target.write(journal.folder, number, tensors)
+            tensors = assembled(work.source, work.target, work.plan, number)
+            return work.target.write(journal.folder, number, tensors, tell)
         except OSError as error:
             path.unlink(missing_ok=True)  # what is there of it takes space
             raise CheckpointError(
@@ -195,12 +196,6 @@ def _write(work: Conversion, journal: Journal) -> None:
     for number, receipt in write_all(left, work.options.workers, write, progress):
         journal.add(files[number].name, receipt)
     work.target.finish(journal.folder, [journal.receipts[file.name] for file in files])
-
-
-def _told(tensors: Any, tell: Any) -> Any:
-    for name, bits in tensors:
-        yield name, bits
-        tell(bits.nbytes)
 
 
 def _present(final: Path) -> int:

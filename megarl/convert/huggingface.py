@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,12 @@ from megarl.actor.shape import ModelShape
 from megarl.config.model_folder import copy_beside, write_config
 from megarl.convert.formats import BACKEND, RECORD
 from megarl.convert.numbers import Bits, bits_of, tensor_of
-from megarl.convert.target import TargetFile
+from megarl.convert.stored import Stored, parts
+from megarl.convert.target import TargetFile, Tell, Tensors
 from megarl.errors import CheckpointError
 from megarl.float8 import BlockScaling
-from megarl.reshard.files import FLOAT8, layout_of_headers
-from megarl.reshard.shard_files import ShardFile, TensorToStore, shard_files, write_index
+from megarl.reshard.files import FLOAT8, STORED, layout_of_headers
+from megarl.reshard.shard_files import TensorToStore, shard_files, write_index
 
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -76,33 +78,40 @@ class HuggingFaceTarget:
             name + SCALE_SUFFIX: TensorToStore("F32", blocks),
         }
 
-    def write(self, folder: Path, number: int, tensors: Iterable[tuple[str, Bits]]) -> None:
+    def write(self, folder: Path, number: int, tensors: Tensors, tell: Tell) -> None:
         """Write one file; see `Target`."""
         file = self._files[number]
-        with (folder / file.name).open("wb") as opened:
-            opened.write(file.header)
+        with (folder / file.name).open("wb", buffering=0) as opened:
+            _put(opened, 0, file.header)
             opened.truncate(file.num_bytes)
-            for name, bits in tensors:
-                for stored, values in self._parts(file, name, bits):
-                    opened.seek(file.tensors[stored].start)
-                    opened.write(values.data.cast("B"))
-            opened.flush()
+            for name, tensor in tensors:
+                assembled = self.files[number].tensors[name].dtype
+                at = {name: file.tensors[name].start}
+                if file.tensors[name].dtype == assembled:
+                    rows = ({name: part} for part in parts(tensor, STORED[assembled]))
+                else:
+                    at[name + SCALE_SUFFIX] = file.tensors[name + SCALE_SUFFIX].start
+                    rows = self._quantized(name, tensor, assembled)
+                for made in rows:
+                    for stored, bits in made.items():
+                        _put(opened, at[stored], bits.data.cast("B"))
+                        at[stored] += bits.nbytes
+                        tell(bits.nbytes)
             os.fsync(opened.fileno())
 
-    def _parts(self, file: ShardFile, name: str, bits: Bits) -> list[tuple[str, Bits]]:
-        """What is stored of an assembled tensor."""
+    def _quantized(self, name: str, tensor: Stored, assembled: str) -> Iterator[dict[str, Bits]]:
+        """Of whole blocks of rows after each other: float8 and scales, by their names."""
         scaling = self._quantize
-        assembled = self.files[self._files.index(file)].tensors[name].dtype
-        if scaling is None or file.tensors[name].dtype == assembled:
-            return [(name, bits)]
-        try:
-            codes, scales = float8.quantize(tensor_of(bits, assembled), scaling)
-        except FloatingPointError as error:
-            raise CheckpointError(f"{name}: {error}; it cannot be made float8") from error
-        return [
-            (name, np.ascontiguousarray(bits_of(codes, FLOAT8))),
-            (name + SCALE_SUFFIX, np.ascontiguousarray(bits_of(scales, "F32"))),
-        ]
+        assert scaling is not None
+        for part in parts(tensor, STORED[assembled], unit=scaling.rows):
+            try:
+                codes, scales = float8.quantize(tensor_of(part, assembled), scaling)
+            except FloatingPointError as error:
+                raise CheckpointError(f"{name}: {error}; it cannot be made float8") from error
+            yield {
+                name: np.ascontiguousarray(bits_of(codes, FLOAT8)),
+                name + SCALE_SUFFIX: np.ascontiguousarray(bits_of(scales, "F32")),
+            }
 
     def finish(self, folder: Path, receipts: Sequence[None]) -> None:
         """Write the index, config.json and the tokenizer; see `Target`."""
@@ -113,6 +122,13 @@ class HuggingFaceTarget:
         copy_beside(self._model, folder, (RECORD, BACKEND))
         num_mtp_layers = self._shape.num_mtp_layers
         write_config(self._model, folder, NAMES[self._policy], num_mtp_layers, block)
+
+
+def _put(file: FileIO, at: int, data: bytes | memoryview) -> None:
+    """Write all of it from byte `at` of the file on."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file.fileno(), memoryview(data)[done:], at + done)
 
 
 def _by_expert(parameters: Iterable[Parameter]) -> Iterator[tuple[str, Parameter]]:

@@ -1,24 +1,20 @@
-"""A checkpoint, opened: its model, its layout, and the bits of each tensor, mapped from its files.
+"""A checkpoint, opened: its model, its layout, and the bits of each tensor, read from its files.
 
 Owns what both formats have in common for those who read them. Knows nothing of writing.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from megarl.actor.config_fields import read_json
 from megarl.actor.parameters import SCALE_SUFFIX, block_table
 from megarl.actor.shape import ModelShape, read_shape
 from megarl.convert.dist_files import DistCheckpoint
 from megarl.convert.formats import CONFIG, Found
-from megarl.convert.numbers import Dequantized
+from megarl.convert.stored import Dequantized, Stored, stored_in
 from megarl.errors import CheckpointError
 from megarl.float8 import BlockScaling
 from megarl.reshard.dist_checkpoint import (
@@ -33,13 +29,10 @@ from megarl.reshard.files import (
     STORED,
     StoredTensor,
     layout_of_headers,
-    map_tensors,
     read_headers,
 )
 from megarl.reshard.layout import Layout
 from megarl.reshard.shard_files import TensorToStore, shard_files
-
-KEPT_BYTES = 1 << 28  # of mapped tensors that are kept for the next who asks, beyond the last one
 
 Headers = Mapping[Path, Mapping[str, StoredTensor]]
 
@@ -49,8 +42,8 @@ class Checkpoint:
     """A checkpoint of `shape`: rank i of `layout` is `files[i]`.
 
     `dtypes[i]` has the type of each of its local tensors, as safetensors spells it; `tensor(i,
-    name)` its bits, of numpy's type in `reshard.files.STORED`, mapped or made where they are
-    sliced. `fp8_block` is that of its float8 tensors, None also where they are dequantized here.
+    name)` its bits, of numpy's type in `reshard.files.STORED`. `fp8_block` is that of its float8
+    tensors, None also where they are dequantized here.
     """
 
     found: Found
@@ -59,18 +52,15 @@ class Checkpoint:
     files: tuple[Path, ...]
     dtypes: tuple[Mapping[str, str], ...]
     fp8_block: tuple[int, int] | None
-    load: Callable[[int, str], Any]
-    _kept: OrderedDict[tuple[int, str], Any] = field(default_factory=OrderedDict)
+    load: Callable[[int, str], Stored]
+    _known: dict[tuple[int, str], Stored] = field(default_factory=dict)
 
-    def tensor(self, rank: int, name: str) -> Any:
-        """The bits of a rank's local tensor, to be sliced. Those asked for last are kept."""
+    def tensor(self, rank: int, name: str) -> Stored:
+        """The bits of a rank's local tensor, to be read; its checksum is read at the first call."""
         key = (rank, name)
-        if key not in self._kept:
-            self._kept[key] = self.load(rank, name)
-        self._kept.move_to_end(key)
-        while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > KEPT_BYTES:
-            self._kept.popitem(last=False)
-        return self._kept[key]
+        if key not in self._known:
+            self._known[key] = self.load(rank, name)
+        return self._known[key]
 
     def parameter_dtypes(self) -> dict[str, str]:
         """The type of each parameter, as it is read; several are joined by +."""
@@ -79,10 +69,6 @@ class Checkpoint:
             for piece in self.layout.rank(rank).pieces:
                 found.setdefault(piece.tensor, set()).add(dtypes[piece.local])
         return {p.name: "+".join(sorted(found[p.name])) for p in self.layout.parameters}
-
-
-def _num_bytes(tensor: Any) -> int:
-    return int(tensor.nbytes)
 
 
 def open_checkpoint(found: Found, dequantized: str | None = None) -> Checkpoint:
@@ -134,15 +120,15 @@ def _open_hugging_face(
         layout = layout_of_headers(headers, block_table(shape))
     paths = tuple(headers)
 
-    def load(rank: int, name: str) -> Any:
+    def load(rank: int, name: str) -> Stored:
         path, stored = paths[rank], headers[paths[rank]][name]
         scale = name + SCALE_SUFFIX
         if block is None or dequantized is None or scale not in scales:
-            return _mapped(path, name, stored)
-        codes = _mapped(path, name, replace(stored, dtype=FLOAT8))
+            return stored_in(path, stored)
+        codes = stored_in(path, replace(stored, dtype=FLOAT8))
         where, scale_stored = scales[scale]
         scaling = BlockScaling(*block)
-        return Dequantized(codes, _mapped(where, scale, scale_stored), scaling, dequantized)
+        return Dequantized(codes, stored_in(where, scale_stored), scaling, dequantized)
 
     held = tuple({t.name for t in layout.rank(rank).tensors} for rank in range(len(paths)))
     dtypes = tuple(
@@ -151,10 +137,6 @@ def _open_hugging_face(
     )
     left = None if dequantized is not None else block
     return Checkpoint(found, shape, layout, paths, dtypes, left, load)
-
-
-def _mapped(path: Path, name: str, stored: StoredTensor) -> np.ndarray[Any, Any]:
-    return map_tensors(path, {name: stored})[name]
 
 
 def _scales(headers: Headers) -> dict[str, tuple[Path, StoredTensor]]:
@@ -196,9 +178,9 @@ def _open_torch_dist(found: Found, shape: ModelShape) -> Checkpoint:
     for (file, local), chunk in by_place.items():
         dtypes[file][local] = stored.dtype(chunk)
 
-    def load(rank: int, name: str) -> Any:
+    def load(rank: int, name: str) -> Stored:
         chunk = by_place[files[rank], name]
-        return stored.map(chunk).reshape(place(chunk).shape)
+        return stored.stored(chunk).reshaped(place(chunk).shape)
 
     paths = tuple(found.path / file for file in files)
     return Checkpoint(found, shape, layout, paths, tuple(dtypes.values()), None, load)

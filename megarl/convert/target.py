@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.convert.numbers import Bits
+from megarl.convert.stored import Stored
 from megarl.reshard.layout import Layout
 from megarl.reshard.shard_files import TensorToStore
+
+Tensors = Iterable[tuple[str, Stored]]
+"""The tensors of a file to write by their local names, in order."""
+
+Tell = Callable[[int], None]
+"""Takes how many bytes more are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +33,11 @@ class Target(Protocol):
     layout: Layout
     files: tuple[TargetFile, ...]
 
-    def write(self, folder: Path, number: int, tensors: Iterable[tuple[str, Bits]]) -> Any:
+    def write(self, folder: Path, number: int, tensors: Tensors, tell: Tell) -> Any:
         """Write file `number` of what is assembled, down to the disk; what `finish` needs of it.
 
-        That is plain values for JSON. Raises OSError.
+        That is plain values for JSON. It tells of the bytes of tensors that are written. Raises
+        OSError.
         """
 
     def finish(self, folder: Path, receipts: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape
 from megarl.config.model_folder import copy_beside, write_config
+from megarl.convert.archive import write_tensor
 from megarl.convert.dist_files import COMMON
 from megarl.convert.formats import BACKEND, RECORD
 from megarl.convert.huggingface import NAMES, policy_dtype
-from megarl.convert.numbers import TORCH, Bits, tensor_of
-from megarl.convert.target import TargetFile
+from megarl.convert.numbers import TORCH
+from megarl.convert.stored import Stored, parts
+from megarl.convert.target import TargetFile, Tell, Tensors
 from megarl.errors import CheckpointError
 from megarl.reshard.dist_checkpoint import (
     Chunk,
@@ -44,6 +46,7 @@ from megarl.reshard.dist_checkpoint import (
     place,
     saved_chunks,
 )
+from megarl.reshard.files import STORED
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh
 from megarl.reshard.shard_files import TensorToStore
@@ -89,15 +92,16 @@ class TorchDistTarget:
     def _num_bytes(self, file: str) -> int:
         return sum(tensor.num_bytes for _, tensor in self._tensors(file))
 
-    def write(self, folder: Path, number: int, tensors: Iterable[tuple[str, Bits]]) -> Receipt:
+    def write(self, folder: Path, number: int, tensors: Tensors, tell: Tell) -> Receipt:
         """Write one file; see `Target`."""
         file = self.files[number]
         receipt: Receipt = []
         with (folder / file.name).open("wb") as opened:
-            for local, bits in tensors:
+            for local, tensor in tensors:
                 chunk, start = self._chunks[file.name][local], opened.tell()
-                torch.save(tensor_of(bits, file.tensors[local].dtype).view(chunk.sizes), opened)
-                receipt.append((chunk.key, list(chunk.offsets), start, opened.tell() - start))
+                dtype = file.tensors[local].dtype
+                size = write_tensor(opened, dtype, chunk.sizes, _bytes(tensor, dtype, tell))
+                receipt.append((chunk.key, list(chunk.offsets), start, size))
             for key, value in self._objects.items() if number == 0 else ():
                 start, object_ = opened.tell(), io.BytesIO()
                 torch.save([value], object_)
@@ -134,6 +138,12 @@ class TorchDistTarget:
                 where = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
                 facts[chunk.key].chunks.append(where)
         return Metadata(facts)
+
+
+def _bytes(tensor: Stored, dtype: str, tell: Tell) -> Iterator[memoryview]:
+    for part in parts(tensor, STORED[dtype]):
+        yield part.data.cast("B")
+        tell(part.nbytes)
 
 
 def _chunk_dtypes(shape: ModelShape, dtypes: Mapping[str, str]) -> dict[str, str]:

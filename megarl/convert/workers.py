@@ -1,6 +1,6 @@
-"""Files written by several processes at once, and how far they are.
+"""Files written by several processes at once.
 
-Owns the processes, what they report, and the line of progress. Knows nothing of what they write.
+Owns the processes and what they report. Knows nothing of what they write.
 """
 
 from __future__ import annotations
@@ -8,57 +8,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from megarl.convert.progress import Progress
 from megarl.errors import CheckpointError, MegarlError, in_words
 from megarl.linux import libc, set_death_signal
-from megarl.reshard.page import bytes_text
-
-TOLD_EVERY_S = 0.5  # the line of progress on a terminal
-LOGGED_EVERY_S = 10.0  # and elsewhere
 
 Write = Callable[[int, Callable[[int], None]], Any]
 """Writes the file of a number, telling of the bytes that it wrote; what it returns is plain."""
-
-
-class Progress:
-    """The line of progress on stderr."""
-
-    def __init__(self, total_bytes: int, done_bytes: int = 0) -> None:
-        self._total, self._done, self._before = total_bytes, done_bytes, done_bytes
-        self._begun = self._told = time.monotonic()
-        self._is_terminal = sys.stderr.isatty()
-
-    def add(self, num_bytes: int) -> None:
-        """More bytes are written."""
-        self._done += num_bytes
-        now = time.monotonic()
-        if now - self._told >= (TOLD_EVERY_S if self._is_terminal else LOGGED_EVERY_S):
-            self._told = now
-            self._tell()
-
-    def end(self) -> None:
-        """Nothing more is written."""
-        if self._told > self._begun:
-            self._tell()
-            if self._is_terminal:
-                sys.stderr.write("\n")
-
-    def _tell(self) -> None:
-        passed = max(time.monotonic() - self._begun, 1e-9)
-        rate = (self._done - self._before) / passed
-        left = (self._total - self._done) / rate if rate else float("inf")
-        text = (
-            f"{100 * self._done / max(1, self._total):5.1f} %  {bytes_text(self._done)} of "
-            f"{bytes_text(self._total)}  {bytes_text(rate)}/s  {max(left, 0):.0f} s left"
-        )
-        begin, end = ("\r", "  ") if self._is_terminal else ("", "\n")
-        sys.stderr.write(f"{begin}{text}{end}")
-        sys.stderr.flush()
 
 
 def write_all(

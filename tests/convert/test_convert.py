@@ -64,6 +64,38 @@ def test_hugging_face_to_megarl_and_back_is_bit_exact(
     assert main(["compare", str(tmp_path / "a"), str(made)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("family", "fp8_block", "options"),
+    [
+        ("llama", None, ("--dtype", "fp32")),
+        ("qwen3-moe", None, ()),
+        ("deepseek-v3", (4, 6), ()),
+        ("glm4-moe", None, ("--dtype", "fp8")),
+    ],
+)
+def test_tensors_that_are_read_in_many_parts_are_as_those_read_in_one(
+    family: str,
+    fp8_block: tuple[int, int] | None,
+    options: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch,
+) -> None:
+    models.write(tmp_path / "a", FAMILIES[family], fp8_block=fp8_block, num_files=2)
+
+    def all_ways(folder: Path) -> list[dict[str, torch.Tensor]]:
+        made = converted(tmp_path / "a", folder / "hf", "--to", "hf", *options)
+        megatron = converted(tmp_path / "a", folder / "megatron")
+        return [tensors(made), tensors(converted(megatron, folder / "back"))]
+
+    (tmp_path / "one").mkdir()
+    (tmp_path / "many").mkdir()
+    wanted = all_ways(tmp_path / "one")
+    for name, value in (("BAND_BYTES", 48), ("SHORT_BYTES", 20), ("MOST_BETWEEN", 3)):
+        monkeypatch.setattr(f"megarl.convert.stored.{name}", value)
+    for found, reference in zip(all_ways(tmp_path / "many"), wanted, strict=True):
+        assert_same(found, reference)
+
+
 @pytest.mark.parametrize(("before", "after"), [("F32", "bf16"), ("BF16", "fp32"), ("F32", "fp16")])
 def test_cast_rounds_as_torch_does_and_config_names_the_type(
     before: str, after: str, tmp_path: Path

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,44 +10,39 @@ import torch
 
 from megarl.cli import main
 from megarl.convert.dist_files import DistCheckpoint
+from megarl.convert.stored import whole_bits
 from megarl.errors import CheckpointError, LayoutError
 from megarl.reshard.dist_checkpoint import dist_checkpoint_layout
-from megarl.reshard.files import map_tensors
+from megarl.reshard.files import STORED, map_tensors
 from megarl.reshard.proof import prove_layout
 from tests.convert import models
 from tests.convert.megatron_ranks import CASES, FOUR, TWO, Case
+from tests.megatron_engine import Engine
 from tests.reshard.models import random_weights
 
 TENSORS = "model.safetensors"
 
 
-def with_megatron(folder: Path, num_ranks: int) -> Path:
+def with_megatron(engine: Engine, folder: Path, num_ranks: int) -> Path:
     """Checkpoints of all cases; Megatron has loaded those that megarl made, and saved its own."""
     for number, case in enumerate(CASES[num_ranks]):
         source = folder / f"hf-{number}"
         models.write(source, case.shape, values=random_weights(case.shape))
         assert main(["convert", str(source), str(folder / f"made-{number}")]) == 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program = ["--nproc-per-node", str(num_ranks), "-m", "tests.convert.megatron_ranks"]
-    subprocess.run(
-        [*torchrun, *program, str(folder)],
-        check=True,
-        timeout=900,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    engine.run("tests.convert.megatron_ranks", folder, ranks=num_ranks)
     return folder
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def two(megatron_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With two ranks. Megatron has loaded what megarl made: its program ends with 0."""
-    yield with_megatron(tmp_path_factory.mktemp("two"), 2)
+    return with_megatron(megatron_engine, tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def four(megatron_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With four ranks, as `two`."""
-    yield with_megatron(tmp_path_factory.mktemp("four"), 4)
+    return with_megatron(megatron_engine, tmp_path_factory.mktemp("four"), 4)
 
 
 def assert_converts_back(folder: Path, number: int, case: Case, out: Path) -> None:
@@ -86,13 +77,14 @@ def test_checkpoint_of_megatron_on_four_ranks_becomes_the_hugging_face_one(
 
 
 @pytest.mark.parametrize("number", range(len(TWO)))
-def test_chunks_of_a_real_checkpoint_are_mapped_as_torch_reads_them(two: Path, number: int) -> None:
+def test_chunks_of_a_real_checkpoint_are_read_as_torch_reads_them(two: Path, number: int) -> None:
     checkpoint = DistCheckpoint(two / f"saved-{number}")
     has_optimizer = any(chunk.key.startswith("optimizer.") for chunk in checkpoint.chunks)
     assert has_optimizer is not bool(TWO[number].metadata)
     prove_layout(dist_checkpoint_layout(TWO[number].shape, checkpoint.chunks))
     for chunk in checkpoint.chunks:
-        wanted, found = checkpoint.read(chunk), checkpoint.map(chunk)
+        wanted = checkpoint.read(chunk)
+        found = whole_bits(checkpoint.stored(chunk), STORED[checkpoint.dtype(chunk)])
         bits = wanted.view(torch.int16) if wanted.dtype == torch.bfloat16 else wanted
         assert (found.view(bits.numpy().dtype) == bits.numpy()).all(), chunk
 
