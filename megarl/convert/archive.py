@@ -28,6 +28,7 @@ STORAGE_TYPES: dict[str, type] = {
     "F16": torch.HalfStorage,
     "BF16": torch.BFloat16Storage,
 }
+_HEADER_BYTES = 30  # of an entry, APPNOTE.TXT of zip, 4.3.7, before its name
 _ZIP64_BYTES = 20  # of the extra field that gives long sizes
 _DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -45,7 +46,7 @@ def write_tensor(out: Sink, dtype: str, shape: tuple[int, ...], parts: Iterable[
     `dtype` is one of STORAGE_TYPES. Raises OSError.
     """
     counted = _Counted(out)
-    with zipfile.ZipFile(counted, "w", zipfile.ZIP_STORED) as archive:  # type: ignore[arg-type]
+    with zipfile.ZipFile(counted, "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
 
         def record(name: str, content: bytes) -> None:
             archive.writestr(zipfile.ZipInfo(f"{TOP}/{name}", _DATE), content)
@@ -55,7 +56,7 @@ def write_tensor(out: Sink, dtype: str, shape: tuple[int, ...], parts: Iterable[
         record(".storage_alignment", str(ALIGNMENT).encode())
         record("byteorder", b"little")
         entry = zipfile.ZipInfo(f"{TOP}/{STORAGE}", _DATE)
-        head = counted.num_bytes + zipfile.sizeFileHeader + len(entry.filename) + _ZIP64_BYTES
+        head = counted.num_bytes + _HEADER_BYTES + len(entry.filename) + _ZIP64_BYTES
         padding = -(head + 4) % ALIGNMENT
         entry.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
         with archive.open(entry, "w", force_zip64=True) as storage:
@@ -71,7 +72,7 @@ class _Counted:
     def __init__(self, out: Sink) -> None:
         self._out, self.num_bytes = out, 0
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any, /) -> int:
         size = len(data)
         self._out.write(data)
         self.num_bytes += size
@@ -100,7 +101,7 @@ class _Tensor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         strides = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
-        arguments = (_Storage(), 0, self.shape, strides, False, OrderedDict())
+        arguments: tuple[Any, ...] = (_Storage(), 0, self.shape, strides, False, OrderedDict())
         return _rebuild_tensor_v2, arguments
 
 
@@ -154,7 +155,7 @@ def find_tensor(file: BinaryIO, start: int, length: int) -> FoundTensor:
         if order != b"little" or entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError("its numbers are not stored as they are")
         part.seek(entry.header_offset)
-        header = part.read(30)  # APPNOTE.TXT of zip, 4.3.7: the lengths of name and extra field
+        header = part.read(_HEADER_BYTES)  # with the lengths of name and extra field
     name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     storage = entry.header_offset + 30 + name + extra
     contiguous = _is_contiguous(recipe.size, recipe.stride)

@@ -87,6 +87,7 @@ class HuggingFaceTarget:
             for name, tensor in tensors:
                 assembled = self.files[number].tensors[name].dtype
                 at = {name: file.tensors[name].start}
+                rows: Iterable[dict[str, Bits]]
                 if file.tensors[name].dtype == assembled:
                     rows = ({name: part} for part in parts(tensor, STORED[assembled]))
                 else:
