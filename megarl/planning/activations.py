@@ -27,13 +27,14 @@ INDEX = 8  # bytes of a position: int64
 class Cuts:
     """What a layer's tensors are cut by, and how they are computed.
 
-    `sequence` is `tp` with sequence parallelism, else 1. `fused`: gate and up go through one
+    `sequence` is `tp` with sequence parallelism, else 1; `cp` are context ranks. `fused`: gate and up go through one
     function (bias_activation_fusion). `local`: without Transformer Engine, whose attention and rope
     keep less.
     """
 
     tp: int = 1
     sequence: int = 1
+    cp: int = 1
     ep: int = 1
     etp: int = 1
     fused: bool = False
@@ -80,7 +81,8 @@ class Kept:
 
     def recomputed(self, modules: Sequence[str]) -> tuple[int, int]:
         """What is not kept where `modules` of `learner.recompute` are computed again, and the most
-        of it that is there again at one time: attention's comes after the MLP's backward pass."""
+        that comes to what is kept at one time: attention's comes after the MLP's backward pass,
+        which has given up what it kept."""
         core = self.core - (0 if "mla_up_proj" in modules else self.core_begins)
         attention = {"core_attn": core, "mla_up_proj": self.heads, "layernorm": self.norms}
         mlp = {
@@ -89,8 +91,10 @@ class Kept:
             "moe_act": self.activated,
             "shared_experts": self.shared,
         }
-        parts = [sum(part[name] for name in modules if name in part) for part in (attention, mlp)]
-        return sum(parts), max(parts)
+        before, after = (
+            sum(part[name] for name in modules if name in part) for part in (attention, mlp)
+        )
+        return before + after, max(after, before - (self.mlp + self.moe - after))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,7 @@ def _grouped(sizes: Sizes) -> Kept:
     if local:  # copies of queries, keys and values, in which sequences of one length are a batch
         return Kept(
             attention=norm + before + sizes.whole(rotated) + query,
-            core=query + fused + _local_core(sizes, heads),
+            core=query + fused + _local_core(sizes, heads, 2 * key),
             core_begins=query + key + (0 if shape.qk_norm else fused),
         )
     return Kept(
@@ -184,15 +188,22 @@ def _latent(sizes: Sizes, mla: LatentAttention) -> Kept:
     norm = sizes.scattered(shape.hidden_size) + sizes.normed(shape.hidden_size)
     all_heads = 2 * query + value
     if local:
-        core = 4 * query + _local_core(sizes, heads)  # values are padded to the width of keys
+        # Values are padded to the width of keys.
+        core = 4 * query + _local_core(sizes, heads, 2 * query)
         return Kept(norms=norm, attention=down + value, heads=up, core=core, core_begins=all_heads)
     core = sizes.whole(heads, FP32)
     return Kept(norms=norm, attention=down + value, heads=up + all_heads, core=core)
 
 
-def _local_core(sizes: Sizes, heads: int) -> int:
-    """Attention on a CPU: a row's statistic, and places of queries, of keys, and back."""
-    return sizes.whole(heads, FP32) + sizes.whole(3, INDEX)
+def _local_core(sizes: Sizes, heads: int, keys_and_values: int) -> int:
+    """Attention on a CPU: a row's statistic, and places of queries, of keys, and back.
+
+    Of several context ranks each has the keys and values of all, and places in their order. Masks,
+    which they need besides, are left out: they grow with the square of a sequence's length.
+    """
+    cp = sizes.cuts.cp
+    places = 3 if cp == 1 else 2 + 2 * cp
+    return sizes.whole(heads, FP32) + sizes.whole(places, INDEX) + (cp - 1) * keys_and_values
 
 
 def _experts(sizes: Sizes, moe: MixtureOfExperts) -> dict[str, int]:

@@ -31,10 +31,11 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class ChunkKept:
     """Of one microbatch in one model chunk: what it keeps, and what comes to that, at most, while
-    its backward pass computes parts of it again."""
+    its backward pass computes parts of it again. `shared` of it all microbatches share."""
 
     kept: int
     again: int
+    shared: int = 0
 
 
 def chunk_kept(sizes: Sizes, kinds: Sequence[str], recompute: RecomputeConfig) -> ChunkKept:
@@ -60,7 +61,7 @@ def chunk_kept(sizes: Sizes, kinds: Sequence[str], recompute: RecomputeConfig) -
     for part, again in parts:  # the backward pass takes them from the last on
         kept += part
         most = max(most, kept + again)
-    return ChunkKept(kept, most - kept)
+    return ChunkKept(kept, most - kept, table)
 
 
 def _rotary_table(sizes: Sizes) -> int:
@@ -173,7 +174,8 @@ def stage_work(
     kept = sent = again = 0
     for chunk, number in zip(chunks, waiting, strict=True):
         here = chunk_kept(sizes, kinds[chunk.first : chunk.end], recompute)
-        kept += number * (here.kept + (sizes.whole(1, INDEX) if chunk.embedding else 0))
+        own = here.kept - here.shared + (sizes.whole(1, INDEX) if chunk.embedding else 0)
+        kept += number * own + here.shared
         again = max(again, here.again)
         if is_pipelined and not chunk.loss:
             sent += number * entry  # outputs, which the schedule holds

@@ -29,6 +29,7 @@ STEPS = 3
 
 def state_of(learner: Learner) -> dict[str, Tensor]:
     """Copies of the weights, and of masters and moments of this rank."""
+    learner.state.gather_weights()  # a step with overlap_param_gather leaves that for later
     found = {name: weight.clone() for name, weight in learner.weights.items()}
     optimizers = [learner.optimizer.megatron]
     if learner.critic is not None:

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from megarl.actor.shape import read_shape
-from megarl.config.layouts import learner_layout, trained_shape
+from megarl.config.fp8 import token_multiple
+from megarl.config.layouts import learner_layout, learner_mesh, trained_shape
 from megarl.config.schema import Config
+from megarl.learner.packing import Multiples, pack_minibatch
 from megarl.planning.memory import RankMemory, predict, rank_work
 from megarl.planning.passes import Microbatch
 from megarl.planning.state import made_when
@@ -149,30 +151,18 @@ class Seen:
 
     def kept(self, name: str, variant: str) -> list[int]:
         """What each rank's autograd keeps of the minibatch, as it is planned."""
-        config, plan, case = self.config(name, variant), self.plans[name], CASES[name].case
-        shape = trained_shape(read_shape(config.actor.model))
-        sizes = {axis: case.parallel.get(axis, 1) for axis in ("tp", "pp", "cp")}
+        config, plan = self.config(name, variant), self.plans[name]
+        shape, mesh = trained_shape(read_shape(config.actor.model)), learner_mesh(config)
+        multiples = Multiples.of(mesh, token_multiple(config.learner.precision, mesh.tp, mesh.cp))
         found = []
-        for rank in range(case.world_size):
-            per_replica = sizes["tp"] * sizes["cp"]
-            microbatches = plan.schedule[rank // per_replica % case.dp]
-            longest = max(sum(r.num_tokens for r in m) for each in plan.schedule for m in each)
-            counts = [
-                (
-                    longest if sizes["pp"] > 1 else sum(r.num_tokens for r in m),
-                    sum(r.num_loss_tokens for r in m),
-                )
-                for m in microbatches
-            ]
+        for rank in range(mesh.size):
+            replica = mesh.coordinates(rank)[2]
+            packed, _ = pack_minibatch(plan, replica // mesh.cp, multiples)
+            parts = [each.part(mesh.cp, replica % mesh.cp) for each in packed]
+            sizes = [(len(part.tokens_T), int(part.loss_mask_T.sum())) for part in parts]
             works = [
-                rank_work(
-                    config,
-                    shape,
-                    rank,
-                    Microbatch(-(-tokens // sizes["tp"]) * sizes["tp"], num, len(microbatches)),
-                    on_cpu=True,
-                ).kept
-                for tokens, num in counts
+                rank_work(config, shape, rank, Microbatch(*size, len(packed)), on_cpu=True).kept
+                for size in sizes
             ]
             found.append(max(works))
         return found

@@ -83,7 +83,7 @@ def test_experts_and_chunks_losses_weights_and_optimizer_are_those_of_a_run_that
     for family, (dp, sizes) in layouts.items():
         refs = [ref for _, ref in Oracle(family, tmp_path / f"{family}-model").samples]
         config = Case(family, dp, sizes).config(tmp_path / f"{family}-model")
-        given = {**config.model_dump(), "weight_sync": {"in_place": False}}
+        given = {**config.model_dump(), "weight_sync": {"shared_weights": False}}
         plan = asdict(recorded.plan(refs, 2))
         cases.append({"name": family, "config": given, "plan": plan})
     for ranks in run_cases(tmp_path, cases, megatron_engine).values():

@@ -38,6 +38,17 @@ CHAINS: Mapping[str, tuple[Layout, ...]] = {
 }
 
 pytestmark = pytest.mark.slow
+LR = 2e-5  # with far more the same few samples are all clipped after some steps
+# Samples' gradients cancel, and leave rounding of the size of the largest. Before any change of
+# layout two of them are 9e-7 apart already (glm4-moe).
+BOUNDS = {"loss/total": 1e-6, "grad_norm": 2e-6}
+
+
+def settings(model: str, layout: Layout, path: Path) -> dict[str, Any]:
+    """Those of a learner."""
+    found: dict[str, Any] = Case(model, *layout).config(path).model_dump()
+    found["learner"]["optimizer"]["lr"] = LR
+    return found
 
 
 def batches(refs: list[SampleRef], dp: int, count: int) -> list[MinibatchPlan]:
@@ -64,8 +75,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, megatron_engine: Engine) ->
         cases.append(
             {
                 "name": model,
-                "straight": Case(model, *STRAIGHT[model]).config(path).model_dump(),
-                "chain": [Case(model, *layout).config(path).model_dump() for layout in chain],
+                "straight": settings(model, STRAIGHT[model], path),
+                "chain": [settings(model, layout, path) for layout in chain],
                 "plans": {dp: [asdict(plan) for plan in batches(refs, dp, count)] for dp in (1, 2)},
                 "sequences": [(s.prompt_ids, s.response_ids) for s, _ in samples],
             }
@@ -81,15 +92,16 @@ def test_steps_and_logprobs_after_each_change_of_layout_are_those_of_the_run_tha
 ) -> None:
     answers = json.loads((folder / f"{model}.json").read_text())
     straight, chain = answers["straight"], answers["chain"]
-    worst = dict.fromkeys(("loss/total", "grad_norm"), 0.0)
+    worst = dict.fromkeys(BOUNDS, 0.0)
+    largest = max(step["grad_norm"] for steps in straight["steps"] for step in steps)
     for mine, theirs in zip(chain["steps"], straight["steps"], strict=True):
         for found, expected in zip(mine, theirs, strict=True):
             assert found["lr"] == expected["lr"]
-            scale = {"loss/total": 1.0, "grad_norm": expected["grad_norm"]}
+            scale = {"loss/total": 1.0, "grad_norm": largest}
             for name, size in scale.items():
                 worst[name] = max(worst[name], abs(found[name] - expected[name]) / size)
     print(f"{model}: {worst}")
-    assert max(worst.values()) < 1e-6, worst
+    assert all(worst[name] < bound for name, bound in BOUNDS.items()), worst
     for mine, theirs in zip(chain["logprobs"], straight["logprobs"], strict=True):
         for found, expected in zip(mine, theirs, strict=True):
             assert found == pytest.approx(expected, abs=2e-5)
