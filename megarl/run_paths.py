@@ -17,11 +17,31 @@ SAMPLES = "samples.jsonl"
 
 ROLLOUTS = "rollouts"
 CHECKPOINTS = "checkpoints"
-LEARNER_ENDPOINT = "endpoints/learner.json"
-"""Where the learner answers, written by its rank 0 when it is ready."""
+LEARNER = "learner"
+CRITIC = "critic"
+"""Who answers in a folder's endpoints: the learner, and a critic with ranks of its own."""
 
-LEARNER_FAILURE = "logs/learner-failure.json"
-"""Which learner rank failed first, and why."""
+
+def endpoint(role: str) -> str:
+    """Where `role` answers, written by its rank 0 when it is ready.
+
+    >>> endpoint(LEARNER)
+    'endpoints/learner.json'
+    """
+    return f"endpoints/{role}.json"
+
+
+def failure(role: str) -> str:
+    """Which rank of `role` failed first, and why.
+
+    >>> failure(CRITIC)
+    'logs/critic-failure.json'
+    """
+    return f"{LOGS}/{role}-failure.json"
+
+
+LEARNER_ENDPOINT = endpoint(LEARNER)
+LEARNER_FAILURE = failure(LEARNER)
 
 
 def version_folder(run_dir: Path, version: int) -> Path:

@@ -184,6 +184,22 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenNumbers:
+    """A number for each loss token of a sample, in order: float32, little-endian."""
+
+    sample_id: str
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CriticScores:
+    """What a critic makes of a rollout batch: its numbers, and advantages of every sample."""
+
+    metrics: dict[str, float]
+    advantages: tuple[TokenNumbers, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ServerEndpoint:
     """A running rollout server. `incarnation` rises with each restart; `name` stays.
 

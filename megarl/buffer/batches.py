@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megarl.actor.flops import SequenceFlops
@@ -74,6 +74,18 @@ def make_batch(groups: Sequence[Sequence[SampleRef]], version: int, shape: Batch
         num_truncated=sum(ref.is_truncated for ref in refs),
         dp_imbalance=dp_imbalance(minibatches, shape.schedule),
     )
+
+
+def scheduled_for(batch: Batch, shape: ScheduleShape) -> Batch:
+    """The same minibatches for other ranks: each of the same samples, placed anew by `shape`.
+
+    Raises ConfigError for a sample longer than a microbatch.
+    """
+    plans = []
+    for plan in batch.minibatches:
+        refs = [ref for rank in plan.schedule for microbatch in rank for ref in microbatch]
+        plans.append(make_schedule(refs, shape))
+    return replace(batch, minibatches=tuple(plans), dp_imbalance=dp_imbalance(plans, shape))
 
 
 def split_minibatches(

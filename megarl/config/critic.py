@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from megarl.config.group import Group, NonNegative, NonNegativeFloat
 from megarl.config.optimizer import OptimizerConfig
+from megarl.config.parallel import LearnerParallelConfig
 
 
-class CriticParallelConfig(Group):
-    """Layout of the critic. It has the learner's ranks and process groups, of which Megatron-Core
-    keeps one set in a process (parallel_state): other sizes than the learner's are refused."""
-
-    tp: NonNegative = 0
-    """Tensor-parallel ranks. 0 means `learner.parallel.tp`."""
-    pp: NonNegative = 0
-    """Pipeline stages. 0 means `learner.parallel.pp`."""
+class CriticParallelConfig(LearnerParallelConfig):
+    """Layout of a critic with `critic.ranks = "own"`, in the words of `learner.parallel`; the
+    data-parallel size follows from `critic.gpus`."""
 
 
 class CriticConfig(Group):
     """The value model, for `advantage.estimator = "gae"` only: the layers of a language model with
-    one output for each token, on the learner's ranks, in `learner.precision.params`."""
+    one output for each token, in `learner.precision`, within `learner.max_tokens_per_microbatch`
+    and with `learner.recompute` and `learner.transformer_config`."""
 
     model: str = ""
     """Folder of the Hugging Face checkpoint that its layers begin as; its output layer begins at
@@ -29,5 +28,11 @@ class CriticConfig(Group):
     batch. 0 does not clip."""
     warmup_versions: NonNegative = 0
     """Passes of the loop, from the first of the run, in which the critic learns alone."""
+    ranks: Literal["learner", "own"] = "learner"
+    """`learner`: on the learner's ranks and in their layout, one model after the other; `own`: in
+    processes of its own, laid out by `critic.parallel`, which work while the policy's do."""
+    gpus: NonNegative = 0
+    """Processes of a critic with ranks of its own, each with one GPU where there is one. 0 means
+    one data-parallel rank."""
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: CriticParallelConfig = CriticParallelConfig()

@@ -95,6 +95,13 @@ def learner_layout(config: Config, shape: ModelShape) -> Layout:
     )
 
 
+def critic_settings(config: Config) -> Config:
+    """The settings as ranks of the critic's own take them: its layout is the learner's there."""
+    learner = config.learner.model_copy(update={"parallel": config.critic.parallel})
+    placement = config.placement.model_copy(update={"learner_gpus": config.critic.gpus})
+    return config.model_copy(update={"learner": learner, "placement": placement})
+
+
 def critic_shape(config: Config) -> ModelShape:
     """The critic's layers. Raises ModelError where their checkpoint's config.json cannot be read.
 
@@ -104,7 +111,10 @@ def critic_shape(config: Config) -> ModelShape:
 
 
 def critic_layout(config: Config, shape: ModelShape) -> Layout:
-    """What each learner rank holds of the critic but for its output: no language model's head."""
+    """What each learner rank holds of the critic but for its output: no language model's head.
+
+    Of a critic with ranks of its own it is that of `critic_settings`.
+    """
     layout = learner_layout(config, shape)
     table = layout.table
     *blocks, head = table.blocks

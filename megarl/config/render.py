@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel
 
+from megarl.config.layouts import critic_settings
 from megarl.config.schema import Config
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")  # TOML 1.0.0, "Keys"
@@ -59,12 +60,24 @@ def derived_values(config: Config) -> list[tuple[str, str]]:
             f"{config.learner_processes} "
             f"(tp {parallel.tp} x pp {parallel.pp} x {cp}dp {config.data_parallel})",
         ),
+        *_critic_processes(config),
         (
             "rollout processes",
             f"{config.rollout_processes} "
             f"({rollout.servers} servers x tp {rollout.parallel.tp}{pp})",
         ),
     ]
+
+
+def _critic_processes(config: Config) -> list[tuple[str, str]]:
+    """Where it has ranks of its own."""
+    if not config.critic_is_apart:
+        return []
+    theirs = critic_settings(config)
+    parallel = theirs.learner.parallel
+    cp = f"cp {parallel.cp} x " if parallel.cp > 1 else ""
+    sizes = f"tp {parallel.tp} x pp {parallel.pp} x {cp}dp {theirs.data_parallel}"
+    return [("critic processes", f"{theirs.learner_processes} ({sizes})")]
 
 
 def toml_value(value: object) -> str:

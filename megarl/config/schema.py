@@ -349,6 +349,11 @@ class Config(Group):
         return self.advantage.estimator == "gae"
 
     @property
+    def critic_is_apart(self) -> bool:
+        """Whether that model has ranks of its own."""
+        return self.has_critic and self.critic.ranks == "own"
+
+    @property
     def critic_model(self) -> str:
         """The checkpoint that the critic's layers begin as."""
         return self.critic.model or self.actor.model

@@ -21,8 +21,8 @@ from megarl.launch.process import Process, start
 from megarl.launch.topology import Topology
 from megarl.launch.warden import NODE_RANK
 from megarl.nodes import ADDRESS_VARIABLE, NODE_VARIABLE, RUN_ID_VARIABLE, Seat
+from megarl.run_paths import CRITIC, LEARNER
 
-LEARNER = "learner"
 LEARNER_GRACE_S = 4.0  # its launcher takes 3 s to end ranks that ignore SIGTERM
 END_S = 8.0  # to end by themselves; Ctrl-C has 15 s in all
 KILL_S = 4.0
@@ -66,12 +66,19 @@ class Launcher:
         """Start the learner's ranks; its service writes RUN/endpoints/learner.json when it is
         ready.
         """
-        seat = self.topology.learner
-        argv = learner_command(self._config, self._run_dir, seat)
-        log_path = self._run_dir / run_paths.LOGS / "learner.log"
         sweeps = [f"--sweep-run={run_id}" for run_id in self._run_ids]
+        return await self._start_ranks(LEARNER, self.topology.learner, sweeps)
+
+    async def start_critic(self) -> Process:
+        """Start the ranks of a critic that has its own, as the learner's; they share no memory."""
+        assert self.topology.critic is not None
+        return await self._start_ranks(CRITIC, self.topology.critic)
+
+    async def _start_ranks(self, role: str, seat: Seat, options: Sequence[str] = ()) -> Process:
+        argv = learner_command(self._config, self._run_dir, seat, role)
+        log_path = self._run_dir / run_paths.LOGS / f"{role}.log"
         env = {ADDRESS_VARIABLE: seat.address}
-        return await self._start(LEARNER, seat, argv, env, log_path, LEARNER_GRACE_S, sweeps)
+        return await self._start(role, seat, argv, env, log_path, LEARNER_GRACE_S, options)
 
     async def spawn(
         self, argv: Sequence[str], env: Mapping[str, str], name: str, log_path: Path
@@ -142,11 +149,12 @@ class Launcher:
             await asyncio.wait([asyncio.create_task(p.wait()) for p in running], timeout=limit_s)
 
 
-def learner_command(config: Config, run_dir: Path, seat: Seat) -> list[str]:
-    """The command of the learner on each of its nodes."""
+def learner_command(config: Config, run_dir: Path, seat: Seat, role: str = LEARNER) -> list[str]:
+    """The command of the learner on each of its nodes, or of a critic's ranks."""
     python = config.launch.learner_python or sys.executable
     argv = [python, "-m", "megarl.learner.agent"]
     argv += ["--config", str(run_dir / run_paths.SETTINGS), "--run-dir", str(run_dir)]
+    argv += ["--role", role] if role != LEARNER else []
     if len(seat.nodes) > 1:
         rendezvous = f"{seat.address}:{ports.free_port(seat.address)}"
         argv += ["--nnodes", str(len(seat.nodes)), "--node-rank", NODE_RANK, "--rdzv", rendezvous]

@@ -15,16 +15,18 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 from megarl import run_paths
+from megarl.config.layouts import critic_settings
 from megarl.config.record import environment_record
 from megarl.config.schema import Config
 from megarl.controller.colocated import kept_at_start
 from megarl.controller.training import finished_version, load_inputs, note_on, train
+from megarl.controller.with_critic import LearnerWithCritic
 from megarl.errors import LaunchError, LearnerError
 from megarl.launch.cleanup import run_prefix, sweep_run
 from megarl.launch.folder import RunFolder, open_run_folder, write_environment
@@ -34,7 +36,7 @@ from megarl.launch.process import Process, describe_status
 from megarl.launch.slurm import SlurmSteps
 from megarl.launch.tempdir import own_temp_folder
 from megarl.launch.topology import Topology, make_topology
-from megarl.learner.client import LearnerClient
+from megarl.learner.client import CriticClient, LearnerClient
 from megarl.learner.phases import read_phases, remove_old
 from megarl.observe.metrics import read_rows
 from megarl.observe.progress import Progress, end_table
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 
 Work = Callable[[LearnerClient, ServerPool], Coroutine[Any, Any, None]]
 """What is done on engines that are up."""
+
+Facts = dict[str, str]  # what rank 0 wrote of its service: url, api_key, pid
 
 POLL_S = 0.1
 ACCOUNT_S = 10.0  # from the learner's silence to the end of its launcher, which says why
@@ -188,18 +192,15 @@ class EngineRun:
         the memory that it finds, and give what they can before the learner takes its own.
         """
         run_dir = self._folder.path
-        endpoint = run_dir / run_paths.LEARNER_ENDPOINT
-        remove_old(run_dir)  # here too: the learner's launcher may end before it does
         topology = self._topology
+        roles = [run_paths.LEARNER] + ([run_paths.CRITIC] if topology.critic else [])
+        for role in roles:
+            remove_old(run_dir, role)  # here too: the learner's launcher may end before it does
         servers = ServerPool(
             self._config, run_dir, self._launcher.spawn, topology.device, topology.servers
         )
         try:
-            self._progress.note(
-                f"starting {self._config.learner_processes} learner ranks and "
-                f"{self._config.rollout.servers} rollout server(s): {self._topology.describe()}; "
-                f"logs: {run_dir / 'logs'}"
-            )
+            self._tell_start()
             is_colocated = self._config.placement.mode == "colocated"
             are_there = bool(self._config.rollout.urls)
             if are_there:
@@ -211,71 +212,105 @@ class EngineRun:
                 await servers.hold_starts()
                 is_resumed = finished_version(run_dir) > 0
                 await servers.occupation.give(kept_at_start(self._config, is_resumed))
-            process = await self._launcher.start_learner()
-            engines = [self._timed(self._learner_ready(endpoint), "learner ready")]
+            ranks = {run_paths.LEARNER: await self._launcher.start_learner()}
+            if topology.critic:
+                ranks[run_paths.CRITIC] = await self._launcher.start_critic()
+            engines = [self._timed(self._ranks_ready(role), f"{role} ready") for role in roles]
             if not is_colocated and not are_there:
                 engines.append(self._servers_ready(servers))
-            facts, *_ = await self._while_alive(process, _all(*engines))
-            failure_file = run_dir / run_paths.LEARNER_FAILURE
-            async with LearnerClient(
-                facts["url"], facts["api_key"], self._config.deadline, failure_file
-            ) as learner:
-                await self._while_alive(process, self._use(learner, servers))
+            found = await self._while_alive(ranks, _all(*engines))
+            facts = dict(zip(roles, found, strict=False))
+            async with contextlib.AsyncExitStack() as stack:
+                learner = await self._client(facts, stack)
+                await self._while_alive(ranks, self._use(learner, servers))
                 await learner.shutdown()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), SHUTDOWN_S)
+                    ends = asyncio.gather(*(process.wait() for process in ranks.values()))
+                    await asyncio.wait_for(ends, SHUTDOWN_S)
         finally:
             await servers.aclose()
 
-    async def _learner_ready(self, endpoint: Path) -> dict[str, str]:
-        """Wait for the learner's endpoint file. Raises LearnerError when its time is over."""
+    def _tell_start(self) -> None:
+        critic = ""
+        if self._topology.critic:
+            critic = f"{critic_settings(self._config).learner_processes} critic ranks, "
+        self._progress.note(
+            f"starting {self._config.learner_processes} learner ranks, {critic}and "
+            f"{self._config.rollout.servers} rollout server(s): {self._topology.describe()}; "
+            f"logs: {self._folder.path / 'logs'}".replace("ranks, and", "ranks and")
+        )
+
+    async def _client(
+        self, facts: Mapping[str, Facts], stack: contextlib.AsyncExitStack
+    ) -> LearnerClient:
+        """The learner, with the critic behind it that has ranks of its own; closed by `stack`."""
+        run_dir, deadline = self._folder.path, self._config.deadline
+        url, key = (facts[run_paths.LEARNER][name] for name in ("url", "api_key"))
+        failure = run_dir / run_paths.failure(run_paths.LEARNER)
+        if run_paths.CRITIC not in facts:
+            return await stack.enter_async_context(LearnerClient(url, key, deadline, failure))
+        theirs, their_key = (facts[run_paths.CRITIC][name] for name in ("url", "api_key"))
+        account = run_dir / run_paths.failure(run_paths.CRITIC)
+        critic = await stack.enter_async_context(CriticClient(theirs, their_key, deadline, account))
+        both = LearnerWithCritic(url, key, self._config, failure, critic)
+        return await stack.enter_async_context(both)
+
+    async def _ranks_ready(self, role: str) -> Facts:
+        """Wait for the endpoint file of `role`. Raises LearnerError when its time is over."""
+        endpoint = self._folder.path / run_paths.endpoint(role)
         deadline = time.monotonic() + self._config.deadline.learner_start_s
         while time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError):
-                facts: dict[str, str] = json.loads(endpoint.read_text())
+                facts: Facts = json.loads(endpoint.read_text())
                 return facts
             await asyncio.sleep(POLL_S)
         raise LearnerError(
-            f"the learner did not answer within deadline.learner_start_s="
-            f"{self._config.deadline.learner_start_s:g}; its ranks: {self._places()}; see "
-            f"{self._folder.path / 'logs' / 'learner.log'}"
+            f"the {role} did not answer within deadline.learner_start_s="
+            f"{self._config.deadline.learner_start_s:g}; its ranks: {self._places(role)}; see "
+            f"{self._folder.path / 'logs' / f'{role}.log'}"
         )
 
-    async def _while_alive(self, process: Process, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of `work`. Raises LaunchError with the first cause where the learner ends
-        first.
+    async def _while_alive(
+        self, ranks: Mapping[str, Process], work: Coroutine[Any, Any, Any]
+    ) -> Any:
+        """The result of `work`. Raises LaunchError with the first cause where the learner, or a
+        critic with ranks of its own, ends first.
 
-        An error of a call to a learner that is ending is the learner's end, seen from the other
-        side.
+        An error of a call to one that is ending is its end, seen from the other side.
         """
-        task, death = asyncio.create_task(work), asyncio.create_task(process.wait())
+        task = asyncio.create_task(work)
+        deaths = {asyncio.create_task(process.wait()): role for role, process in ranks.items()}
         try:
-            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, *deaths}, return_when=asyncio.FIRST_COMPLETED)
             if task.done() and isinstance(task.exception(), LearnerError):
-                await asyncio.wait({death}, timeout=ACCOUNT_S)
-            if death.done() and not (task.done() and task.exception() is None):
-                raise LaunchError(self._account(process, death.result())) from (
+                first = asyncio.FIRST_COMPLETED
+                await asyncio.wait(deaths, timeout=ACCOUNT_S, return_when=first)
+            dead = next((death for death in deaths if death.done()), None)
+            if dead and not (task.done() and task.exception() is None):
+                role = deaths[dead]
+                raise LaunchError(self._account(role, ranks[role], dead.result())) from (
                     task.exception() if task.done() else None
                 )
             return await task
         finally:
-            task.cancel()
-            death.cancel()
-            await asyncio.wait({task, death}, timeout=CANCEL_S)
+            for each in (task, *deaths):
+                each.cancel()
+            await asyncio.wait({task, *deaths}, timeout=CANCEL_S)
 
-    def _account(self, process: Process, returncode: int) -> str:
-        """Why the learner ended: rank, host, signal, phase and memory, where they are known."""
-        path = self._folder.path / run_paths.LEARNER_FAILURE
+    def _account(self, role: str, process: Process, returncode: int) -> str:
+        """Why the learner or critic ended: rank, host, signal, phase and memory, where known."""
+        path = self._folder.path / run_paths.failure(role)
         try:
             facts = json.loads(path.read_text())
             last = f"{facts['verb']}/{facts['phase']}" if facts["verb"] else "none, it was starting"
             text = f"{facts['text']}\nlast phase: {last}"
         except (OSError, ValueError, KeyError):
-            where = "+".join(node.name for node in self._topology.learner.nodes)
+            seat = self._topology.seat(role)
+            where = "+".join(node.name for node in seat.nodes)
             last = log_end(process.log_path, LOG_LINES)
             text = (
-                f"the learner on {where} {describe_status(returncode)} without an account; its "
-                f"ranks: {self._places()}; the end of its log:\n{last}"
+                f"the {role} on {where} {describe_status(returncode)} without an account; its "
+                f"ranks: {self._places(role)}; the end of its log:\n{last}"
             )
         return f"{text}\nlog: {process.log_path}\n{CONTINUE}"
 
@@ -289,8 +324,8 @@ class EngineRun:
         self._progress.note(f"{what} after {time.monotonic() - start_s:.0f} s")
         return result
 
-    def _places(self) -> str:
-        phases = read_phases(self._folder.path / run_paths.LOGS).values()
+    def _places(self, role: str) -> str:
+        phases = read_phases(self._folder.path / run_paths.LOGS, role).values()
         return ", ".join(f"{p.rank} in {p.place} on {p.host}" for p in phases) or "none started"
 
 

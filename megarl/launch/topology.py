@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.config.check_machine import Kind, launch_kind
+from megarl.config.layouts import critic_settings
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, LaunchError
 from megarl.nodes import LOOPBACK, NODE_VARIABLE, Device, Node, Seat, node_name, visible_gpus
+from megarl.run_paths import CRITIC
 
 SCONTROL_S = 30.0  # a busy slurmctld answers late
 
@@ -30,12 +32,20 @@ class Topology:
     nodes: tuple[Node, ...]
     learner: Seat
     servers: tuple[Seat, ...]
+    critic: Seat | None = None
+    """Where the critic has ranks of its own."""
+
+    def seat(self, role: str) -> Seat:
+        """That of the learner, or of a critic with ranks of its own."""
+        return self.critic if role == CRITIC and self.critic is not None else self.learner
 
     def describe(self) -> str:
         """One line for the log, such as `learner on n1, servers on n2, n2`."""
         learner = "+".join(node.name for node in self.learner.nodes)
         servers = ", ".join(seat.nodes[0].name for seat in self.servers)
         where = f"on {servers}" if servers else "by their URLs"
+        if self.critic is not None:
+            learner += f", critic on {'+'.join(node.name for node in self.critic.nodes)}"
         return f"learner on {learner}, servers {where}"
 
 
@@ -48,7 +58,8 @@ def make_topology(config: Config, environ: Mapping[str, str]) -> Topology:
     nodes = slurm_nodes(environ) if kind == "slurm" else local_nodes(environ)
     device = launch_device(config, nodes)
     learner, servers = place(config, nodes, device)
-    topology = Topology(kind, device, nodes, learner, servers)
+    critic = place_critic(config, nodes, device, learner)
+    topology = Topology(kind, device, nodes, learner, servers, critic)
     _check_mode(config, topology)
     return topology
 
@@ -157,6 +168,34 @@ def place(config: Config, nodes: Sequence[Node], device: Device) -> tuple[Seat, 
     return _place_on_gpus(config, nodes)
 
 
+def place_critic(
+    config: Config, nodes: Sequence[Node], device: Device, learner: Seat
+) -> Seat | None:
+    """The seat of a critic with ranks of its own: the learner's first node on CPUs; on GPUs the
+    next free ones, beside the learner where all of them are there. None where it has no such ranks.
+
+    Pure. Raises ConfigError where it does not fit.
+    """
+    if not config.critic_is_apart:
+        return None
+    if device == "cpu" or learner.gpus is None:
+        return Seat(learner.nodes[:1], None)
+    ranks, per_node = critic_settings(config).learner_processes, nodes[0].num_gpus
+    start = learner.gpus[1]
+    if start + ranks <= per_node:
+        return Seat(learner.nodes[-1:], (start, start + ranks))
+    count = -(-ranks // per_node)
+    others = tuple(nodes[len(learner.nodes) :][:count])
+    if len(others) < count or ranks % count:
+        raise ConfigError(
+            f"critic.ranks = own: its {ranks} rank(s) do not fit beside the learner, which has "
+            f"{start} of {per_node} GPU(s) on its last node, nor evenly on {count} of the "
+            f"{len(nodes) - len(learner.nodes)} other node(s); ask for more, or use other "
+            "critic.gpus"
+        )
+    return Seat(others, (0, ranks // count))
+
+
 def _place_on_cpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[Seat, ...]]:
     ranks, is_colocated = config.learner_processes, config.placement.mode == "colocated"
     most = len(nodes) if is_colocated else max(1, len(nodes) - 1)
@@ -195,13 +234,20 @@ def _place_on_gpus(config: Config, nodes: Sequence[Node]) -> tuple[Seat, tuple[S
     if is_colocated:
         places = _shared(config, learner.nodes, on_each)
         return learner, tuple(Seat((node,), (start, start + tp)) for node, start in places)
+    critic = place_critic(config, nodes, "cuda", learner)
+    taken_by_critic = {} if critic is None else dict.fromkeys(critic.nodes, critic.gpus)
     others = nodes[num_learner_nodes:]
     free = [(node, start) for node in others for start in _slots(0, per_node, tp)]
     free += [(node, start) for node in learner.nodes for start in _slots(on_each, per_node, tp)]
+    free = [
+        (node, at)
+        for node, at in free
+        if (gpus := taken_by_critic.get(node)) is None or at + tp <= gpus[0] or at >= gpus[1]
+    ]
     if len(free) < config.started_servers:
         raise ConfigError(
             f"the run needs {need}, there is {have}, with room for {len(free)} server(s) "
-            f"of tp {tp} beside the learner; ask for more nodes, or lower rollout.servers"
+            f"of tp {tp} beside learner and critic; ask for more nodes, or lower rollout.servers"
         )
     taken = free[: config.started_servers]
     return learner, tuple(Seat((node,), (start, start + tp)) for node, start in taken)
@@ -235,6 +281,11 @@ def _slots(start: int, end: int, size: int) -> range:
 
 def _check_mode(config: Config, topology: Topology) -> None:
     """Raise ConfigError where the seats are not what `weight_sync.mode` and the launcher need."""
+    if topology.critic is not None and topology.kind == "slurm":
+        raise ConfigError(
+            "critic.ranks = own inside a Slurm job has not been run yet; use critic.ranks = "
+            "learner, or launch.kind = local for a run on this node alone"
+        )
     seats = (topology.learner, *topology.servers)
     names = sorted({node.name for seat in seats for node in seat.nodes})
     if config.weight_sync.mode == "shared" and len(names) > 1:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megarl.advantage.gae import generalized_advantages
 from megarl.config.advantage import AdvantageConfig
-from megarl.learner.packing import PackedMicrobatch, Segment
+from megarl.learner.packing import PackedMicrobatch
 from megarl.learner.scoring import KeptLogProbs
+from megarl.learner.token_numbers import loss_positions
 from megarl.types import SampleRef
 
 STD_EPS = 1e-6  # as in `advantage/group.py`
@@ -61,7 +62,7 @@ class TokenAdvantages:
         value_T = value_T.detach().double().cpu()
         advantage_T = torch.zeros_like(value_T)
         for segment in microbatch.segments:
-            actions = _actions(microbatch, segment)
+            actions = loss_positions(microbatch, segment)
             if not len(actions):
                 continue
             values = value_T[actions].tolist()
@@ -125,9 +126,3 @@ class TokenAdvantages:
         parts = (value_A, advantage_A, advantage_A**2, return_A, return_A**2)
         sums = torch.stack([part.sum() for part in (torch.ones_like(value_A), *parts)])
         self._sums += sums.to(self._device)
-
-
-def _actions(microbatch: PackedMicrobatch, segment: Segment) -> Tensor:
-    """Where a sample's loss tokens were predicted; what others inserted is no action."""
-    within = microbatch.loss_mask_T[segment.response].nonzero().squeeze(1)
-    return within + segment.response.start

@@ -25,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megarl import run_paths
 from megarl.config.fp8 import environment, environment_faults
+from megarl.config.layouts import critic_settings
 from megarl.config.load import read_config
 from megarl.config.precision import PrecisionConfig
 from megarl.config.schema import Config
@@ -65,37 +66,39 @@ def launch(
     num_nodes: int = 1,
     node_rank: int = 0,
     rendezvous: str = "",
+    role: str = run_paths.LEARNER,
 ) -> int:
     """Run `command` as every rank of this node until all have ended; returns the exit status.
 
     `rendezvous` is HOST:PORT of node rank 0, where there are several nodes. On a failure the
-    account stands in RUN/logs/learner-failure.json. Must be called in the main thread.
+    account stands in RUN/logs/learner-failure.json, or `role`'s. Must be called in the main thread.
     """
     logs = run_dir / run_paths.LOGS
     logs.mkdir(parents=True, exist_ok=True)
     if node_rank == 0:
-        remove_old(run_dir)
+        remove_old(run_dir, role)
     set_environment(num_nodes, config.learner.precision)
     oom_kills = cgroup_oom_kills()
     try:
-        elastic_launch(elastic_config(config, num_nodes, node_rank, rendezvous), command[0])(
-            *command[1:]
-        )
+        settings = elastic_config(config, num_nodes, node_rank, rendezvous, role)
+        elastic_launch(settings, command[0])(*command[1:])
     except ChildFailedError as error:
         exits = {
             rank: Exit(failure.pid, failure.exitcode) for rank, failure in error.failures.items()
         }
-        report(exits, run_dir, oom_kills)
+        report(exits, run_dir, oom_kills, role)
         return 1
     except SignalException as ended:
-        log.warning("learner ended signal=%s", ended.sigval.name)
+        log.warning("%s ended signal=%s", role, ended.sigval.name)
         return 128 + int(ended.sigval)
     finally:
         end_descendants()
     return 0
 
 
-def elastic_config(config: Config, num_nodes: int, node_rank: int, rendezvous: str) -> LaunchConfig:
+def elastic_config(
+    config: Config, num_nodes: int, node_rank: int, rendezvous: str, role: str = run_paths.LEARNER
+) -> LaunchConfig:
     """torch's launch settings for this node.
 
     One node: a rendezvous of its own on a free loopback port. Several: static, so that node ranks
@@ -106,8 +109,8 @@ def elastic_config(config: Config, num_nodes: int, node_rank: int, rendezvous: s
         min_nodes=num_nodes,
         max_nodes=num_nodes,
         nproc_per_node=config.learner_processes // num_nodes,
-        run_id=f"{config.run.name}-learner",
-        role="learner",
+        run_id=f"{config.run.name}-{role}",
+        role=role,
         rdzv_backend="static" if several else "c10d",
         rdzv_endpoint=rendezvous if several else "127.0.0.1:0",
         rdzv_configs={"rank": node_rank, "timeout": int(config.deadline.learner_start_s)},
@@ -135,10 +138,12 @@ def set_environment(num_nodes: int, precision: PrecisionConfig) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def report(exits: dict[int, Exit], run_dir: Path, oom_kills_before: int) -> None:
+def report(
+    exits: dict[int, Exit], run_dir: Path, oom_kills_before: int, role: str = run_paths.LEARNER
+) -> None:
     """Write the account of the first failing rank, unless another node has written the cause."""
-    path = run_dir / run_paths.LEARNER_FAILURE
-    phases = read_phases(run_dir / run_paths.LOGS)
+    path = run_dir / run_paths.failure(role)
+    phases = read_phases(run_dir / run_paths.LOGS, role)
     first = first_failure(exits, phases)
     if first is None:
         deadline = time.monotonic() + OTHER_NODE_S
@@ -150,7 +155,7 @@ def report(exits: dict[int, Exit], run_dir: Path, oom_kills_before: int) -> None
     if phase is not None and phase.pid != end.pid:
         phase = None  # it died before it wrote its own
     memory = memory_now(phase, oom_kills_before)
-    failure = describe(rank, end, phase, node_name(os.environ), memory, time.time())
+    failure = describe(rank, end, phase, node_name(os.environ), memory, time.time(), role)
     log.error("%s", failure.text)
     if not path.exists():
         with contextlib.suppress(OSError):  # a full disk; the log has it, where that had room
@@ -178,21 +183,27 @@ def main(argv: Sequence[str] | None = None, module: str = "megarl.learner.servic
     parser.add_argument("--nnodes", type=int, default=1, help="learner nodes")
     parser.add_argument("--node-rank", type=int, default=0, help="which of them this is")
     parser.add_argument("--rdzv", default="", help="HOST:PORT of node rank 0, with several nodes")
+    roles = (run_paths.LEARNER, run_paths.CRITIC)
+    parser.add_argument("--role", choices=roles, default=run_paths.LEARNER, help="whose ranks")
     options = parser.parse_args(argv)
+    role: str = options.role
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s learner launcher %(levelname)s %(message)s"
+        level=logging.INFO, format=f"%(asctime)s {role} launcher %(levelname)s %(message)s"
     )
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     config = read_config(options.config)
+    if role == run_paths.CRITIC:
+        config = critic_settings(config)
     if config.learner_processes % options.nnodes:
         parser.error(
-            f"{config.learner_processes} learner ranks do not split over --nnodes {options.nnodes}"
+            f"{config.learner_processes} {role} ranks do not split over --nnodes {options.nnodes}"
         )
     if options.nnodes > 1 and not options.rdzv:
         parser.error("--nnodes above 1 needs --rdzv HOST:PORT of node rank 0")
     paths = ["--config", str(options.config), "--run-dir", str(options.run_dir)]
-    command = [sys.executable, "-u", "-m", module, *paths]
-    return launch(config, command, options.run_dir, options.nnodes, options.node_rank, options.rdzv)
+    command = [sys.executable, "-u", "-m", module, *paths, "--role", role]
+    nodes = options.nnodes, options.node_rank, options.rdzv
+    return launch(config, command, options.run_dir, *nodes, role)
 
 
 if __name__ == "__main__":

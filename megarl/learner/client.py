@@ -1,4 +1,4 @@
-"""The controller's side of the learner service: one method per verb, over HTTP. No torch here.
+"""The controller's side of learner and critic: one method per verb, over HTTP. No torch here.
 
 Owns the call, its deadline, and the words of an error: verb, phase, rank, and the launcher's
 account of a dead rank. Knows nothing of how the learner computes.
@@ -12,24 +12,28 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
 from megarl import errors
 from megarl.config.schema import DeadlineConfig
 from megarl.errors import LearnerError, MegarlError
-from megarl.learner.verbs import ANSWER_MARGIN_S, PEER_LOST, VERBS, Verb, deadline_s
+from megarl.learner.verbs import ANSWER_MARGIN_S, PEER_LOST, VERBS_OF, Numbers, deadline_s
 from megarl.learner.wire import decode, encode
-from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport
+from megarl.run_paths import CRITIC, LEARNER
+from megarl.types import Batch, CriticScores, MinibatchPlan, ServerEndpoint, SyncReport
 
 FAILURE_WAIT_S = 15.0  # the launcher ends the other ranks before it writes what happened
 _POLL_S = 0.1
 
 
-class LearnerClient:
-    """Calls the learner at `url`. `failure_file` is the launcher's RUN/logs/learner-failure.json,
-    which is quoted when the learner is gone. Use as an async context manager, or call `close`."""
+class ServiceClient:
+    """Calls the ranks of `role` at `url`. `failure_file` is the launcher's account of a dead rank,
+    such as RUN/logs/learner-failure.json, which is quoted when they are gone. Use as an async
+    context manager, or call `close`."""
+
+    role = LEARNER
 
     def __init__(
         self,
@@ -45,34 +49,13 @@ class LearnerClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def info(self) -> dict[str, int]:
-        """tp, pp, dp, ep, etp, world_size and version of the learner."""
+        """Sizes of the mesh and world_size; of the learner ep, etp and version too."""
         result: dict[str, int] = await self._call("info")
         return result
 
-    async def score(self, batch: Batch) -> dict[str, float]:
-        """Passes before the first optimizer step on `batch`; returns the mismatch/* metrics."""
-        result: dict[str, float] = await self._call("score", batch)
-        return result
-
     async def step(self, minibatch: MinibatchPlan) -> dict[str, float]:
-        """One optimizer step; returns loss/*, grad_norm, lr and what else is computed."""
+        """One optimizer step; returns loss/* or value/*, grad_norm, lr and what else is made."""
         result: dict[str, float] = await self._call("step", minibatch)
-        return result
-
-    async def logprobs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[list[float]]:
-        """Log-probs in nats of each response's tokens, at the sampling temperature.
-
-        `sequences` are (prompt token ids, response token ids).
-        """
-        pairs = tuple((tuple(prompt), tuple(response)) for prompt, response in sequences)
-        result: list[list[float]] = await self._call("logprobs", pairs)
-        return result
-
-    async def publish(self, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport:
-        """Send the weights as `version` to the servers; the report says who proved to have them."""
-        result: SyncReport = await self._call("publish", version, tuple(servers))
         return result
 
     async def save(self, path: str | Path, version: int) -> None:
@@ -83,19 +66,6 @@ class LearnerClient:
         """Continue from what `save` wrote to `path`; returns the version that was saved."""
         version: int = await self._call("load", str(path))
         return version
-
-    async def offload(self, parts: Sequence[str]) -> None:
-        """Take parts of the state ("gradients", "optimizer", "weights") off the device."""
-        await self._call("offload", tuple(parts))
-
-    async def onload(self, parts: Sequence[str]) -> None:
-        """Bring parts back that `offload` took away."""
-        await self._call("onload", tuple(parts))
-
-    async def memory(self) -> dict[str, int]:
-        """Bytes that the ranks take, by kind; of each the rank that has most."""
-        result: dict[str, int] = await self._call("memory")
-        return result
 
     async def peaks(self) -> dict[str, int]:
         """`memory/*` of the phases since the last call: predicted and measured bytes."""
@@ -115,7 +85,7 @@ class LearnerClient:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise LearnerError(await self._gone("health", error)) from error
         if response.status != 200:
-            raise LearnerError(f"health: {facts.get('message')}")
+            raise LearnerError(f"{self._label('health')}: {facts.get('message')}")
         return facts
 
     async def close(self) -> None:
@@ -124,7 +94,7 @@ class LearnerClient:
             await self._session.close()
             self._session = None
 
-    async def __aenter__(self) -> LearnerClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -136,7 +106,7 @@ class LearnerClient:
         await self.close()
 
     async def _call(self, name: str, *arguments: object) -> Any:
-        verb = VERBS[name]
+        verb = VERBS_OF[self.role][name]
         limit_s = deadline_s(verb, self._deadlines) + ANSWER_MARGIN_S
         try:
             async with self._http().post(
@@ -154,7 +124,7 @@ class LearnerClient:
             kind, message = _error_of(response.status, body)
             if kind == PEER_LOST:
                 raise LearnerError(await self._gone(name, message))
-            raise _error(verb, kind, message)
+            raise _error(self._label(name), kind, message)
         return decode(verb.result, body)
 
     def _http(self) -> aiohttp.ClientSession:
@@ -166,10 +136,14 @@ class LearnerClient:
         """The words for a learner that is gone: the launcher's account where there is one."""
         account = await self._account(wait_s)
         if account:
-            return f"{name}: {account}"
+            return f"{self._label(name)}: {account}"
         text = (str(reason) or type(reason).__name__).splitlines()[0]
         where = f"; see {self._failure_file.parent}" if self._failure_file else ""
-        return f"{name}: the learner at {self._url} is unreachable: {text}{where}"
+        return f"{self._label(name)}: the {self.role} at {self._url} is unreachable: {text}{where}"
+
+    def _label(self, name: str) -> str:
+        """What an error says of a call: the verb, and whose it is but for the learner's."""
+        return name if self.role == LEARNER else f"{name} of the {self.role}"
 
     async def _account(self, wait_s: float) -> str:
         if self._failure_file is None:
@@ -184,6 +158,65 @@ class LearnerClient:
             await asyncio.sleep(_POLL_S)
 
 
+class LearnerClient(ServiceClient):
+    """The learner's verbs."""
+
+    async def score(self, batch: Batch) -> dict[str, float]:
+        """Passes before the first optimizer step on `batch`; returns the mismatch/* metrics."""
+        result: dict[str, float] = await self._call("score", batch)
+        return result
+
+    async def logprobs(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[float]]:
+        """Log-probs in nats of each response's tokens, at the sampling temperature.
+
+        `sequences` are (prompt token ids, response token ids).
+        """
+        pairs = tuple((tuple(prompt), tuple(response)) for prompt, response in sequences)
+        result: list[list[float]] = await self._call("logprobs", pairs)
+        return result
+
+    async def publish(self, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport:
+        """Send the weights as `version` to the servers; the report says who proved to have them."""
+        result: SyncReport = await self._call("publish", version, tuple(servers))
+        return result
+
+    async def offload(self, parts: Sequence[str]) -> None:
+        """Take parts of the state ("gradients", "optimizer", "weights") off the device."""
+        await self._call("offload", tuple(parts))
+
+    async def onload(self, parts: Sequence[str]) -> None:
+        """Bring parts back that `offload` took away."""
+        await self._call("onload", tuple(parts))
+
+    async def memory(self) -> dict[str, int]:
+        """Bytes that the ranks take, by kind; of each the rank that has most."""
+        result: dict[str, int] = await self._call("memory")
+        return result
+
+    async def token_rewards(self) -> Numbers:
+        """What tokens of the batch that was scored are rewarded with, for a critic elsewhere."""
+        result: Numbers = await self._call("token_rewards")
+        return result
+
+    async def take_advantages(self, advantages: Numbers) -> None:
+        """Give the learner what a critic elsewhere made of the batch that was scored."""
+        await self._call("take_advantages", advantages)
+
+
+class CriticClient(ServiceClient):
+    """The verbs of a critic with ranks of its own."""
+
+    role = CRITIC
+
+    async def score(self, batch: Batch, rewards: Numbers) -> CriticScores:
+        """Values and advantages of `batch`, before its first optimizer step. `rewards` are what
+        tokens are rewarded with besides their samples' rewards, or empty."""
+        result: CriticScores = await self._call("score", batch, rewards)
+        return result
+
+
 def _error_of(status: int, body: bytes) -> tuple[str, str]:
     """Class name and text of an answer other than 200."""
     try:
@@ -193,9 +226,9 @@ def _error_of(status: int, body: bytes) -> tuple[str, str]:
         return "LearnerError", f"status {status}: {body[:200]!r}"
 
 
-def _error(verb: Verb, kind: str, message: str) -> MegarlError:
+def _error(label: str, kind: str, message: str) -> MegarlError:
     """The exception to raise: errors about input keep their class, others are the learner's."""
-    text = message if message.startswith(verb.name) else f"{verb.name}: {message}"
+    text = message if message.startswith(label) else f"{label}: {message}"
     found = getattr(errors, kind, LearnerError)
     if isinstance(found, type) and issubclass(found, MegarlError):
         return found(text)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import LearnerError
+from megarl.run_paths import LEARNER
 
 Result = TypeVar("Result")
 
@@ -37,9 +38,10 @@ class RankError:
     kind: str
     message: str
     lost_peer: bool = False
+    role: str = LEARNER
 
     def __str__(self) -> str:
-        where = f"learner rank {self.rank} (host {self.host}, pid {self.pid}) in {self.place}"
+        where = f"{self.role} rank {self.rank} (host {self.host}, pid {self.pid}) in {self.place}"
         return f"{where}: {self.kind}: {self.message}"
 
 

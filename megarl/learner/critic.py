@@ -23,12 +23,12 @@ from megarl.config.schema import Config
 from megarl.learner.advantages import TokenAdvantages
 from megarl.learner.checkpoint import Training
 from megarl.learner.chunks import Chunks
+from megarl.learner.distant_critic import DistantCritic
 from megarl.learner.distributed import Ranks
 from megarl.learner.model import build_model, load_checkpoint, named_weights
 from megarl.learner.optimizer import Optimizer
 from megarl.learner.packing import PackedMicrobatch
 from megarl.learner.passes import (
-    Scores,
     ValueModel,
     ValueTargets,
     accumulate_value_gradients,
@@ -77,18 +77,22 @@ class Critic:
         return cls(ValueModel(module, ranks), optimizer, shape, config, advantages)
 
     @property
-    def training(self) -> Training:
+    def trainings(self) -> list[Training]:
         """What a checkpoint of it is of."""
-        return Training(self.model.model, self.optimizer, self.model.ranks, self.shape)
+        return [Training(self.model.model, self.optimizer, self.model.ranks, self.shape)]
 
     @property
     def tensors(self) -> tuple[Chunks, Any]:
         """What it keeps on the device: model and optimizer as `offload.LearnerState` has them."""
         return self.model.model, self.optimizer.megatron
 
+    def clear(self) -> None:
+        """Forget the batch before. Not collective."""
+        self.advantages.clear()
+
     def begin(self, batch: Batch) -> None:
         """Forget the batch before; `batch` is scored next. Not collective."""
-        self.advantages.clear()
+        self.clear()
         self.learns_alone = batch.version < self.config.critic.warmup_versions
 
     def score(
@@ -97,19 +101,24 @@ class Critic:
         microbatches: Sequence[PackedMicrobatch],
         length: int,
         counted: Collection[str],
-        compared: Callable[[PackedMicrobatch], Scores],
+        rewards: Callable[[PackedMicrobatch], Tensor | None],
     ) -> None:
         """Values and advantages of this rank's microbatches of `plan`.
 
-        Samples in `counted` are in the batch's statistics already. `compared` gives a microbatch's
-        old and reference log-probs, which tokens' rewards may depend on.
+        Samples in `counted` are in the batch's statistics already. `rewards` gives what tokens of a
+        microbatch are rewarded with besides the sample's reward, [T] on the CPU.
         """
         ranks = self.model.ranks
         samples = {ref.sample_id: ref for refs in plan.schedule[ranks.dp_rank] for ref in refs}
         found = forward_values(self.model, microbatches, length)
         for microbatch, value_T in zip(microbatches, found, strict=False):
-            reward_T = self._rewards(compared(microbatch))
-            self.advantages.add(microbatch, value_T, reward_T, samples, counted, ranks.reports)
+            self.advantages.add(
+                microbatch, value_T, rewards(microbatch), samples, counted, ranks.reports
+            )
+
+    def finish(self) -> dict[str, float]:
+        """The numbers of the batch, once all of it is scored. Collective over all ranks."""
+        return self.advantages.finish()
 
     def prepared(self, microbatches: Sequence[PackedMicrobatch]) -> list[PackedMicrobatch]:
         """The microbatches with their tokens' advantages, where this rank has a loss.
@@ -149,16 +158,6 @@ class Critic:
         }
         return {name: number for name, number in metrics.items() if math.isfinite(number)}
 
-    def _rewards(self, scores: Scores) -> Tensor | None:
-        """What each token is rewarded with besides the sample's reward, [T] on the CPU: its KL.
-
-        Source: Ouyang et al. 2022 (InstructGPT), eq. 2, by token as in Ziegler et al. 2019.
-        """
-        kl = self.config.kl
-        if kl.where == "loss" or scores.reference_logp_T is None:
-            return None
-        return -kl.coef * (scores.old_logp_T - scores.reference_logp_T).cpu()
-
     def _targets(self, microbatch: PackedMicrobatch) -> ValueTargets:
         device = self.model.ranks.device
         if not self.model.ranks.is_last_stage:
@@ -166,3 +165,10 @@ class Critic:
             return ValueTargets(empty, empty)
         value_T, return_T = self.advantages.values(microbatch)
         return ValueTargets(value_T.to(device), return_T.to(device))
+
+
+def make_critic(config: Config, ranks: Ranks) -> Critic | DistantCritic | None:
+    """What the learner's ranks have for a critic. Raises as `Critic.build` does."""
+    if not config.has_critic:
+        return None
+    return DistantCritic(config, ranks) if config.critic_is_apart else Critic.build(config, ranks)

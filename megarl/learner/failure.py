@@ -1,4 +1,4 @@
-"""Which rank failed first, and the one account of it: RUN/logs/learner-failure.json.
+"""Which rank failed first, and the one account of it, such as RUN/logs/learner-failure.json.
 
 Pure but for reading memory counters: exit codes and phase files in, a verdict out. No torch.
 """
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.learner.phases import RankPhase
+from megarl.run_paths import LEARNER
 
 _GIB = 1 << 30
 
@@ -100,7 +101,13 @@ def first_failure(
 
 
 def describe(
-    rank: int, end: Exit, phase: RankPhase | None, host: str, memory: Memory, now: float
+    rank: int,
+    end: Exit,
+    phase: RankPhase | None,
+    host: str,
+    memory: Memory,
+    now: float,
+    role: str = LEARNER,
 ) -> Failure:
     """The account of one rank's end. `now` is in Unix seconds."""
     verb, step, error, place = "", "", "", "an unknown phase"
@@ -110,7 +117,7 @@ def describe(
     how = f"was ended by {end.signal_name}" if end.signal_name else f"exited with {end.exitcode}"
     held, left = memory.rss_bytes / _GIB, memory.host_available_bytes / _GIB
     text = (
-        f"learner rank {rank} (host {host}, pid {end.pid}) {how} in {place}; "
+        f"{role} rank {rank} (host {host}, pid {end.pid}) {how} in {place}; "
         f"it held {held:.2f} GiB, its host has {left:.1f} GiB left"
     )
     if memory.cgroup_oom_kills:

@@ -24,8 +24,9 @@ from aiohttp import web
 from megarl.config.schema import DeadlineConfig
 from megarl.errors import LearnerError, MegarlError
 from megarl.learner.phases import describe_late, read_phases, write_json
-from megarl.learner.verbs import VERBS, Verb, deadline_s
+from megarl.learner.verbs import VERBS_OF, Verb, deadline_s
 from megarl.learner.wire import decode
+from megarl.run_paths import LEARNER
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Front:
         logs: Path,
         world_size: int,
         on_late: Callable[[str], None],
+        role: str = LEARNER,
     ) -> None:
         self.calls: queue.Queue[Call] = queue.Queue()
         self.api_key = secrets.token_urlsafe(32)
@@ -64,6 +66,7 @@ class Front:
         self._logs = logs
         self._world_size = world_size
         self._on_late = on_late
+        self._role, self._verbs = role, VERBS_OF[role]
         self._running: Call | None = None
         self._open: set[Call] = set()
         self._started_at = 0.0
@@ -78,7 +81,7 @@ class Front:
             self._call(self._listen(host, port)).result(_START_S)
         except OSError as error:
             raise LearnerError(
-                f"the learner cannot listen on {host}:{port}: {error.strerror}; "
+                f"the {self._role} cannot listen on {host}:{port}: {error.strerror}; "
                 "set launch.learner_port to a free port, or to 0"
             ) from error
 
@@ -145,9 +148,10 @@ class Front:
 
     async def _verb(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        verb = VERBS.get(name)
+        verb = self._verbs.get(name)
         if verb is None:
-            return _error(404, "LearnerError", f"no verb {name!r}; there are {', '.join(VERBS)}")
+            known = ", ".join(self._verbs)
+            return _error(404, "LearnerError", f"no verb {name!r}; there are {known}")
         body = await request.read()
         try:
             decode(verb.arguments, body)
@@ -172,7 +176,7 @@ class Front:
     def _late(self, call: Call, limit_s: float) -> None:
         if self._running is not call or call.result.done():
             return
-        late = describe_late(read_phases(self._logs), self._world_size, call.sequence)
+        late = describe_late(read_phases(self._logs, self._role), self._world_size, call.sequence)
         text = f"{call.verb.name} passed its deadline of {limit_s:.0f} s; not finished: {late}"
         log.error("verb late verb=%s deadline_s=%.0f", call.verb.name, limit_s)
         call.result.set_exception(_VerbError("LearnerError", text))

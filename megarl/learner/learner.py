@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.actor.shape import read_shape
 from megarl.config.bounds import PROBE_CONTEXT
@@ -23,6 +24,7 @@ from megarl.config.layouts import learner_layout, trained_shape
 from megarl.config.schema import Config
 from megarl.learner import shared_weights
 from megarl.learner.control_group import together
+from megarl.learner.distant_critic import distant
 from megarl.learner.joining import join
 from megarl.learner.loss import LossWeights
 from megarl.learner.meter import MemoryMeter, measured
@@ -31,12 +33,17 @@ from megarl.learner.packing import (
     PackedMicrobatch,
     check_plan,
     pack_minibatch,
-    pack_sequences,
     token_counts,
 )
-from megarl.learner.scoring import KeptLogProbs, Mismatch, ReferencePolicy, passes_needed
+from megarl.learner.scoring import (
+    KeptLogProbs,
+    Mismatch,
+    ReferencePolicy,
+    kl_rewards,
+    passes_needed,
+)
 from megarl.planning.memory import predict
-from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport
+from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport, TokenNumbers
 
 if TYPE_CHECKING:
     from megarl.learner.checkpoint import Training
@@ -73,7 +80,7 @@ class Learner:
         self.layout = learner_layout(config, self.shape)
         self.ranks = join(config, mark)
         # Megatron can be imported only now, with its CPU substitution in place.
-        from megarl.learner import critic, model, offload, optimizer, passes, transformer
+        from megarl.learner import critic, model, offload, optimizer, passes, sequences, transformer
 
         mark("model")
         module = model.build_model(self.shape, config.learner, self.ranks, self.layout)
@@ -96,12 +103,12 @@ class Learner:
             vocab_size=self.shape.vocab_size,
             temperature=config.rollout.sampling.temperature,
         )
-        self._passes = passes
+        self._passes, self._sequence_logprobs = passes, sequences.sequence_logprobs
         self._old = KeptLogProbs()
         self._reference_logprobs = KeptLogProbs()
         self._reference = self._build_reference()
         mark("critic")
-        self.critic = critic.Critic.build(config, self.ranks) if config.has_critic else None
+        self.critic = critic.make_critic(config, self.ranks)
         beside = None if self.critic is None else self.critic.tensors
         megatron = self.optimizer.megatron
         self.state = offload.LearnerState(module, megatron, self.ranks.device, beside)
@@ -166,10 +173,18 @@ class Learner:
                     self._reference_logprobs.keep(microbatch, logp_T)
             if self.critic is not None:
                 self._mark("values")
-                self.critic.score(plan, microbatches, length, counted, self._scores)
+                self.critic.score(plan, microbatches, length, counted, self._token_rewards)
         self._mark("metrics")
-        made = self.critic.advantages.finish() if self.critic is not None else {}
+        made = self.critic.finish() if self.critic is not None else {}
         return {**mismatch.metrics(), **made}
+
+    def token_rewards(self) -> tuple[TokenNumbers, ...]:
+        """What tokens of the batch that was scored are rewarded with, for a critic elsewhere."""
+        return distant(self.critic).token_rewards()
+
+    def take_advantages(self, given: Sequence[TokenNumbers]) -> None:
+        """The advantages that a critic elsewhere made of the batch that was scored."""
+        distant(self.critic).take_advantages(given)
 
     @measured("train")
     def step(self, minibatch: MinibatchPlan) -> dict[str, float]:
@@ -230,33 +245,12 @@ class Learner:
         `learner.max_tokens_per_microbatch` or has no prompt.
         """
         self._require("logprobs")
-        mesh = self.ranks.mesh
-        microbatches, length = pack_sequences(
-            sequences,
-            self.config.learner.max_tokens_per_microbatch,
-            mesh.dp,
-            self.ranks.dp_rank,
-            self.multiples,
-        )
         self._mark("forward")
-        starts = [0]
-        for _, response in sequences:
-            starts.append(starts[-1] + len(response))
-        found = torch.zeros(starts[-1], dtype=torch.float32, device=self.ranks.device)
-        scored = []
         policy = (
             self.policy if temperature is None else replace(self.policy, temperature=temperature)
         )
-        if microbatches:
-            scored = self._passes.forward_logprobs(policy, microbatches, length)
-        if self.ranks.reports:
-            for microbatch, (logp_T, _) in zip(microbatches, scored, strict=True):
-                for segment in microbatch.segments:
-                    at = int(segment.key)
-                    found[starts[at] : starts[at + 1]] = logp_T[segment.response]
-        dist.all_reduce(found)
-        values = found.tolist()
-        return [values[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+        budget = self.config.learner.max_tokens_per_microbatch
+        return self._sequence_logprobs(policy, sequences, budget, self.multiples)
 
     def probe_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Log-probs of the tokens of a probe after its context, at temperature 1, amid a sync."""
@@ -307,7 +301,7 @@ class Learner:
         self._old.clear()
         self._reference_logprobs.clear()
         if self.critic is not None:
-            self.critic.advantages.clear()
+            self.critic.clear()
         for training, folder in self._trainings(path):
             self.version = checkpoint.load(training, folder)
         return self.version
@@ -317,7 +311,7 @@ class Learner:
         from megarl.learner.checkpoint import Training
 
         policy = Training(self.policy.model, self.optimizer, self.ranks, self.shape)
-        critics = [self.critic.training] if self.critic is not None else []
+        critics = self.critic.trainings if self.critic is not None else ()
         return [(policy, Path(path)), *((each, Path(f"{path}-critic")) for each in critics)]
 
     def offload(self, parts: Sequence[str]) -> None:
@@ -376,6 +370,10 @@ class Learner:
 
         self._mark("reference")
         return build_reference(self.config, self.layout, self.ranks, self.weights)
+
+    def _token_rewards(self, microbatch: PackedMicrobatch) -> Tensor | None:
+        """What its tokens are rewarded with besides their samples' rewards, [T] on the CPU."""
+        return kl_rewards(self.config.kl, self._scores(microbatch))
 
     def _scores(self, microbatch: PackedMicrobatch) -> Scores:
         """What the loss compares with, on the device; nothing but on the last pipeline stage."""

@@ -77,7 +77,7 @@ class MemoryMeter:
 
     def tell(self) -> None:
         """One line of the log for what is predicted. Collective over all ranks."""
-        predicted = {name: self._predicted.peaks[name] for name in PHASES}
+        predicted: dict[str, int] = dict(self._predicted.peaks)
         predicted |= {"state": self._predicted.state.total, "host": self._predicted.host.total}
         most = _largest(predicted, self._device)
         if dist.get_rank() == 0:

@@ -1,7 +1,8 @@
 """Where each learner rank is: one small file per rank, rewritten at every change of phase.
 
-Owns the format of RUN/logs/learner-rank{r}.phase. Read by the launcher after a death and by rank 0
-when a verb is late. Imports neither torch nor megatron, and knows nothing of what a phase does.
+Owns the format of RUN/logs/learner-rank{r}.phase, and of a critic's. Read by the launcher after a
+death and by rank 0 when a verb is late. Imports neither torch nor megatron, and knows nothing of
+what a phase does.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class RankPhase:
 class PhaseFile:
     """This rank's phase, mirrored to its file. Every write replaces the file whole."""
 
-    def __init__(self, logs: Path, rank: int) -> None:
+    def __init__(self, logs: Path, rank: int, role: str = run_paths.LEARNER) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        self._path = phase_path(logs, rank)
+        self._path = phase_path(logs, rank, role)
         self._lock = threading.Lock()  # rank 0's HTTP thread reports a late verb
         self.current = RankPhase(
             rank, os.getpid(), node_name(os.environ), "start", "importing", time.time()
@@ -112,17 +113,17 @@ class PhaseFile:
             log.warning("phase not written file=%s error=%s", self._path, error)
 
 
-def phase_path(logs: Path, rank: int) -> Path:
+def phase_path(logs: Path, rank: int, role: str = run_paths.LEARNER) -> Path:
     """The phase file of one rank."""
-    return logs / f"learner-rank{rank}.phase"
+    return logs / f"{role}-rank{rank}.phase"
 
 
-def read_phases(logs: Path) -> dict[int, RankPhase]:
+def read_phases(logs: Path, role: str = run_paths.LEARNER) -> dict[int, RankPhase]:
     """Every rank's last phase, by rank. A file that is not readable is left out."""
     names = {field.name for field in fields(RankPhase)}
     phases = {}
-    for path in logs.glob("learner-rank*.phase"):
-        if not re.fullmatch(r"learner-rank\d+\.phase", path.name):
+    for path in logs.glob(f"{role}-rank*.phase"):
+        if not re.fullmatch(rf"{role}-rank\d+\.phase", path.name):
             continue
         try:
             facts = json.loads(path.read_text())
@@ -133,12 +134,12 @@ def read_phases(logs: Path) -> dict[int, RankPhase]:
     return dict(sorted(phases.items()))
 
 
-def remove_old(run_dir: Path) -> None:
+def remove_old(run_dir: Path, role: str = run_paths.LEARNER) -> None:
     """Drop what an earlier learner of this run left: it would be taken for this one's."""
-    for path in (run_dir / run_paths.LOGS).glob("learner-rank*"):
+    for path in (run_dir / run_paths.LOGS).glob(f"{role}-rank*"):
         path.unlink(missing_ok=True)
-    (run_dir / run_paths.LEARNER_FAILURE).unlink(missing_ok=True)
-    (run_dir / run_paths.LEARNER_ENDPOINT).unlink(missing_ok=True)
+    (run_dir / run_paths.failure(role)).unlink(missing_ok=True)
+    (run_dir / run_paths.endpoint(role)).unlink(missing_ok=True)
 
 
 def describe_late(phases: Mapping[int, RankPhase], world_size: int, sequence: int) -> str:

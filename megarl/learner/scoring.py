@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.config.schema import KLConfig
 from megarl.errors import LearnerError
 from megarl.learner.packing import PackedMicrobatch
 from megarl.types import Batch, MinibatchPlan
@@ -28,6 +29,16 @@ class ReferencePolicy(Protocol):
         Bit for bit; the tensors' storage stays where it is.
         """
         ...
+
+
+class Compared(Protocol):
+    """Old and reference log-probs of a microbatch: `passes.Scores`."""
+
+    @property
+    def old_logp_T(self) -> Tensor: ...  # noqa: N802, D102
+
+    @property
+    def reference_logp_T(self) -> Tensor | None: ...  # noqa: N802, D102
 
 
 class KeptLogProbs:
@@ -104,6 +115,17 @@ class Mismatch:
             "mismatch/mean_ratio": ratio / num_tokens,
             "mismatch/k3_kl": k3 / num_tokens,
         }
+
+
+def kl_rewards(kl: KLConfig, scores: Compared) -> Tensor | None:
+    """What each token is rewarded with besides the sample's reward, [T] on the CPU: its KL.
+
+    None where that is in the loss. Source: Ouyang et al. 2022 (InstructGPT), eq. 2, by token as in
+    Ziegler et al. 2019.
+    """
+    if kl.where == "loss" or scores.reference_logp_T is None:
+        return None
+    return -kl.coef * (scores.old_logp_T - scores.reference_logp_T).cpu()
 
 
 def passes_needed(batch: Batch, keep: bool) -> list[tuple[MinibatchPlan, frozenset[str]]]:

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ from megarl.learner.control_group import ControlGroup, PeerLostError, RankError,
 from megarl.learner.front import Call, Front
 from megarl.learner.parent import die_with_parent, leave
 from megarl.learner.phases import PhaseFile
-from megarl.learner.verbs import PEER_LOST, VERBS, Verb
+from megarl.learner.verbs import PEER_LOST, VERBS_OF, Verb
 from megarl.learner.wire import decode, encode
 
 log = logging.getLogger(__name__)
@@ -42,9 +42,14 @@ class RankLoop:
     """Runs verbs on this rank until `shutdown`. `front` is the HTTP side, on rank 0 only."""
 
     def __init__(
-        self, learner: Any, control: ControlGroup, phases: PhaseFile, front: Front | None
+        self,
+        learner: Any,
+        control: ControlGroup,
+        phases: PhaseFile,
+        front: Front | None,
+        role: str = run_paths.LEARNER,
     ) -> None:
-        self._learner = learner
+        self._learner, self._role = learner, role
         self._control = control
         self._phases = phases
         self._front = front
@@ -60,13 +65,13 @@ class RankLoop:
                 self._phases.mark("telling the other ranks")
                 self._front.begin(call, self._sequence)
             payload = self._control.broadcast(_pack(call) if call else None)
-            verb, body = _unpack(payload)
+            verb, body = _unpack(payload, self._role)
             self._phases.begin(verb.name, self._sequence)
             failures = self._verb(verb, body, call)
             if failures and verb.changes_weights:
                 raise LearnerError(
                     f"{failures[0]}; {verb.name} may have changed a part of the weights, so the "
-                    "learner ends; the same command resumes from the last checkpoint"
+                    f"{self._role} ends; the same command resumes from the last checkpoint"
                 )
             if verb.name == "shutdown":
                 return
@@ -108,7 +113,8 @@ class RankLoop:
             log.error(
                 "verb failed rank=%d at=%s\n%s", here.rank, here.place, traceback.format_exc()
             )
-        return RankError(here.rank, here.host, here.pid, here.place, kind, message, lost_peer)
+        place = here.rank, here.host, here.pid, here.place
+        return RankError(*place, kind, message, lost_peer, self._role)
 
 
 def first_causes(failures: Sequence[RankError]) -> tuple[RankError, ...]:
@@ -116,10 +122,10 @@ def first_causes(failures: Sequence[RankError]) -> tuple[RankError, ...]:
     return tuple(sorted(failures, key=lambda failure: failure.lost_peer))
 
 
-def serve(config: Config, run_dir: Path, build: Build) -> NoReturn:
+def serve(config: Config, run_dir: Path, build: Build, role: str = run_paths.LEARNER) -> NoReturn:
     """Build the learner, serve until `shutdown`, end the process: status 1 on any error, else 0."""
     rank = int(os.environ["RANK"])
-    phases = PhaseFile(run_dir / run_paths.LOGS, rank)
+    phases = PhaseFile(run_dir / run_paths.LOGS, rank, role)
     phases.begin("start", 0)
     phases.mark("building")
     front = None
@@ -134,12 +140,14 @@ def serve(config: Config, run_dir: Path, build: Build) -> NoReturn:
                 run_dir / run_paths.LOGS,
                 world_size,
                 lambda text: _end(phases, text),
+                role,
             )
-            front.start(listen_address(), config.launch.learner_port)
-            front.publish(run_dir / run_paths.LEARNER_ENDPOINT, os.getpid())
-            log.info("learner ready url=%s ranks=%d", front.url, world_size)
+            port = config.launch.learner_port if role == run_paths.LEARNER else 0
+            front.start(listen_address(), port)
+            front.publish(run_dir / run_paths.endpoint(role), os.getpid())
+            log.info("%s ready url=%s ranks=%d", role, front.url, world_size)
         phases.idle()
-        RankLoop(learner, control, phases, front).run()
+        RankLoop(learner, control, phases, front, role).run()
     except Exception as error:  # noqa: BLE001  whatever it is, this rank ends and says why
         text = f"{type(error).__name__}: {error}"
         phases.fail(text, is_lost_peer(error))
@@ -149,7 +157,7 @@ def serve(config: Config, run_dir: Path, build: Build) -> NoReturn:
             traceback.print_exc()
         _end(phases, text)
     if front:
-        front.stop("the learner has shut down")
+        front.stop(f"the {role} has shut down")
     learner.close()
     dist.destroy_process_group()
     leave(0)
@@ -162,21 +170,33 @@ def build_learner(config: Config, run_dir: Path, mark: Callable[[str], None]) ->
     return Learner(config, run_dir, mark)
 
 
-def main(argv: Sequence[str] | None = None, build: Build = build_learner) -> None:
+def build_critic(config: Config, run_dir: Path, mark: Callable[[str], None]) -> Any:
+    """The critic of this rank, where it has ranks of its own."""
+    from megarl.learner.lone_critic import LoneCritic
+
+    return LoneCritic(config, run_dir, mark)
+
+
+BUILDS: Mapping[str, Build] = {run_paths.LEARNER: build_learner, run_paths.CRITIC: build_critic}
+
+
+def main(argv: Sequence[str] | None = None, build: Build | None = None) -> None:
     """Entry of one rank; RANK, WORLD_SIZE and MASTER_* come from torch's launcher."""
     die_with_parent(signal.SIGKILL)
     faulthandler.enable()
     parser = argparse.ArgumentParser(prog="python -m megarl.learner.service", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--role", choices=BUILDS, default=run_paths.LEARNER)
     options = parser.parse_args(argv)
+    role: str = options.role
     rank = os.environ["RANK"]
     logging.basicConfig(
         level=logging.INFO if rank == "0" else logging.WARNING,
-        format=f"%(asctime)s learner rank={rank} %(levelname)s %(message)s",
+        format=f"%(asctime)s {role} rank={rank} %(levelname)s %(message)s",
     )
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    serve(read_config(options.config), options.run_dir, build)
+    serve(read_config(options.config), options.run_dir, build or BUILDS[role], role)
 
 
 def _end(phases: PhaseFile, text: str) -> NoReturn:
@@ -190,9 +210,9 @@ def _pack(call: Call) -> bytes:
     return json.dumps({"verb": call.verb.name}).encode() + b"\n" + call.body
 
 
-def _unpack(payload: bytes) -> tuple[Verb, bytes]:
+def _unpack(payload: bytes, role: str) -> tuple[Verb, bytes]:
     head, _, body = payload.partition(b"\n")
-    return VERBS[json.loads(head)["verb"]], body
+    return VERBS_OF[role][json.loads(head)["verb"]], body
 
 
 if __name__ == "__main__":

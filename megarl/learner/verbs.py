@@ -1,6 +1,6 @@
-"""The learner's verbs: what each takes and returns, and how long it may last.
+"""The verbs of learner and critic: what each takes and returns, and how long it may last.
 
-The one table that client and service share. Imports neither torch nor megatron, and knows nothing
+The tables that clients and services share. Imports neither torch nor megatron, and knows nothing
 of how a verb is carried or carried out.
 """
 
@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.schema import DeadlineConfig
-from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport
+from megarl.run_paths import CRITIC, LEARNER
+from megarl.types import (
+    Batch,
+    CriticScores,
+    MinibatchPlan,
+    ServerEndpoint,
+    SyncReport,
+    TokenNumbers,
+)
 
 ANSWER_MARGIN_S = (
     15.0  # at most: what a verb itself waits for ends first, then service, then client
@@ -43,10 +51,29 @@ class Verb:
     needs: tuple[str, ...] = ()
 
 
-_VERBS = (
+Numbers = tuple[TokenNumbers, ...]
+
+_STEP = Verb("step", tuple[MinibatchPlan], dict[str, float], changes_weights=True, needs=PARTS)
+_SAVE = Verb("save", tuple[str, int], None, needs=("optimizer", "weights"))
+_LOAD = Verb(
+    "load",
+    tuple[str],
+    int,
+    deadline="learner_start_s",
+    changes_weights=True,
+    needs=("optimizer", "weights"),
+)
+_ALL = (
     Verb("info", tuple[()], dict[str, int]),
+    Verb("peaks", tuple[()], dict[str, int]),
+    Verb("shutdown", tuple[()], None),
+)
+_LEARNER = (
+    *_ALL,
     Verb("score", tuple[Batch], dict[str, float], needs=("weights",)),
-    Verb("step", tuple[MinibatchPlan], dict[str, float], changes_weights=True, needs=PARTS),
+    Verb("token_rewards", tuple[()], Numbers),
+    Verb("take_advantages", tuple[Numbers], None),
+    _STEP,
     Verb("logprobs", tuple[Sequences], list[list[float]], needs=("weights",)),
     Verb(
         "publish",
@@ -55,22 +82,17 @@ _VERBS = (
         deadline="sync_s",
         needs=("weights",),
     ),
-    Verb("save", tuple[str, int], None, needs=("optimizer", "weights")),
-    Verb(
-        "load",
-        tuple[str],
-        int,
-        deadline="learner_start_s",
-        changes_weights=True,
-        needs=("optimizer", "weights"),
-    ),
+    _SAVE,
+    _LOAD,
     Verb("offload", tuple[tuple[str, ...]], None, changes_weights=True),
     Verb("onload", tuple[tuple[str, ...]], None, changes_weights=True),
     Verb("memory", tuple[()], dict[str, int]),
-    Verb("peaks", tuple[()], dict[str, int]),
-    Verb("shutdown", tuple[()], None),
 )
-VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _VERBS}
+_CRITIC = (*_ALL, Verb("score", tuple[Batch, Numbers], CriticScores), _STEP, _SAVE, _LOAD)
+VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _LEARNER}
+CRITIC_VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _CRITIC}
+VERBS_OF: Mapping[str, Mapping[str, Verb]] = {LEARNER: VERBS, CRITIC: CRITIC_VERBS}
+"""By role: the learner's, and those of a critic with ranks of its own."""
 
 
 def deadline_s(verb: Verb, deadlines: DeadlineConfig) -> float:

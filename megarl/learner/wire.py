@@ -13,11 +13,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megarl.errors import ShapeError
 
+FORM = ConfigDict(ser_json_inf_nan="constants", ser_json_bytes="base64", val_json_bytes="base64")
+
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     # The wrapping tuple carries the setting: pydantic takes none for a dataclass itself.
-    return TypeAdapter(tuple[kind], config=ConfigDict(ser_json_inf_nan="constants"))
+    return TypeAdapter(tuple[kind], config=FORM)
 
 
 def encode(kind: Any, value: object) -> bytes:

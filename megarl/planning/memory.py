@@ -94,7 +94,7 @@ def predict(
     policy = trained_bytes(config, config.learner.optimizer, shape, parameters, rank, on_cpu)
     works = [rank_work(config, shape, rank, microbatch, on_cpu)]
     critic, critic_parameters = StateBytes(), list[LocalTensor]()
-    if config.has_critic:
+    if config.has_critic and not config.critic_is_apart:
         other = critic_shape(config)
         critic_parameters = critic_tensors(config, other, rank)
         settings = config.critic.optimizer
@@ -117,6 +117,22 @@ def predict(
         optimizer=state.optimizer_host,
     )
     return RankMemory(policy, critic, tuple(works), host, peaks)
+
+
+def predict_critic(config: Config, rank: int, on_cpu: bool) -> RankMemory:
+    """What `rank` of a critic with ranks of its own will take, of their `critic_settings`, as
+    `predict` says of the learner's. It is never offloaded, and is sent nowhere."""
+    shape = critic_shape(config)
+    parameters = critic_tensors(config, shape, rank)
+    state = trained_bytes(config, config.critic.optimizer, shape, parameters, rank, on_cpu)
+    work = rank_work(config, shape, rank, full_microbatch(config), on_cpu, has_values=True)
+    gradient = _largest(parameters) * _element(config)
+    peaks: dict[Phase, int] = {
+        "score": state.total + work.forward,
+        "train": state.total + gradient + work.backward,
+    }
+    host = HostBytes(optimizer=state.optimizer_host)
+    return RankMemory(StateBytes(), state, (work,), host, peaks)
 
 
 def full_microbatch(config: Config) -> Microbatch:
@@ -176,6 +192,7 @@ def rank_work(
     cuts = Cuts(
         tp=mesh.tp,
         sequence=mesh.tp if parallel.sequence_parallel else 1,
+        cp=mesh.cp,
         ep=mesh.ep,
         etp=mesh.etp,
         fused=bool(config.learner.transformer_config.get("bias_activation_fusion")),

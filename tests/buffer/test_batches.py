@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.actor.flops import SequenceFlops
-from megarl.buffer.batches import BatchShape, make_batch, split_minibatches
+from megarl.buffer.batches import BatchShape, make_batch, scheduled_for, split_minibatches
 from megarl.buffer.schedule import ScheduleShape
 from megarl.config.schema import Config
 from megarl.types import Batch, MinibatchPlan, SampleRef
@@ -129,3 +129,17 @@ def test_settings_of_a_pipeline_shape_its_schedule() -> None:
     assert of(pp=4, vpp=2) == ScheduleShape(1, 99, flops, is_pipelined=True, count=4)
     assert of(cp=4) == ScheduleShape(1, 99, flops, sequence_multiple=8, token_multiple=4)
     assert of(tp=2) == ScheduleShape(1, 99, flops, token_multiple=2)
+
+
+@given(batches, st.integers(1, 4), st.integers(1, 3))
+def test_batch_scheduled_for_other_ranks_has_the_same_minibatches(
+    sizes: list[list[int]], data_parallel: int, epochs: int
+) -> None:
+    groups = [group(i, lengths) for i, lengths in enumerate(sizes)]
+    batch = make_batch(groups, 7, shape(num_epochs=epochs))
+    other = scheduled_for(batch, shape(data_parallel, max_tokens=128).schedule)
+    assert (other.version, other.num_samples) == (batch.version, batch.num_samples)
+    for mine, theirs in zip(batch.minibatches, other.minibatches, strict=True):
+        assert sorted(names(mine)) == sorted(names(theirs))
+        assert mine.num_loss_tokens == theirs.num_loss_tokens
+        assert len(theirs.schedule) == data_parallel

@@ -7,6 +7,9 @@ import shutil
 
 import pytest
 
+from megarl.config.layouts import critic_layout, critic_settings, critic_shape
+from megarl.config.render import render_config
+
 GAE = ("--advantage.estimator", "gae")
 
 
@@ -44,7 +47,31 @@ def test_one_response_for_each_prompt_is_enough_with_a_critic(place) -> None:
         ),
         (
             "--advantage.estimator gae --critic.parallel.tp 2",
-            "critic.parallel.tp = 2, learner.parallel.tp = 1: the critic is on the learner's ranks",
+            "critic.parallel.tp = 2 with critic.ranks = learner: the critic is on the learner's",
+        ),
+        (
+            "--advantage.estimator gae --critic.gpus 2",
+            "critic.gpus = 2 with critic.ranks = learner",
+        ),
+        (
+            "--critic.ranks own",
+            "critic.ranks = own has a meaning with advantage.estimator = gae only",
+        ),
+        (
+            "--advantage.estimator gae --critic.ranks own --critic.gpus 3 --critic.parallel.tp 2",
+            "critic.gpus = 3 is no multiple of critic.parallel.tp x critic.parallel.pp = 2 x 1 = 2",
+        ),
+        (
+            "--advantage.estimator gae --critic.ranks own --critic.parallel.tp 3",
+            "critic.parallel.tp = 3: ",
+        ),
+        (
+            "--advantage.estimator gae --critic.ranks own --critic.parallel.ep 2 --critic.gpus 2",
+            "critic.parallel.ep = 2: actor.model has no routed experts",
+        ),
+        (
+            "--advantage.estimator gae --critic.ranks own --placement.mode colocated",
+            "critic.ranks = own with placement.mode = colocated",
         ),
         (
             "--advantage.estimator gae --critic.warmup_versions 100",
@@ -84,3 +111,13 @@ def test_policy_s_learning_rate_falls_over_the_versions_in_which_it_learns(place
     config = place.load(*arguments)
     assert (config.num_optimizer_steps, config.num_critic_steps) == (20, 30)
     assert (config.decay_steps, config.critic_decay_steps) == (20, 30)
+
+
+def test_critic_with_ranks_of_its_own_has_a_layout_of_its_own(place) -> None:
+    config = place.load(*GAE, "--critic.ranks", "own", "--critic.parallel.tp", "2")
+    assert config.critic_is_apart and config.learner_processes == 1
+    theirs = critic_settings(config)
+    assert theirs.learner_processes == 2 and theirs.data_parallel == 1
+    shape = critic_shape(config)
+    assert len(critic_layout(theirs, shape).ranks) == 2
+    assert "critic processes: 2 (tp 2 x pp 1 x dp 1)" in render_config(config)

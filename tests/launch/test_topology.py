@@ -12,10 +12,11 @@ from megarl.launch.topology import (
     local_nodes,
     make_topology,
     place,
+    place_critic,
     resolve,
     slurm_nodes,
 )
-from megarl.nodes import Node
+from megarl.nodes import Node, Seat
 
 
 def config(**groups: object) -> Config:
@@ -216,3 +217,47 @@ def test_colocated_servers_that_do_not_cover_the_learners_nodes_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         seats(colocated(8, servers, tp), nodes(2, gpus=4), device)
+
+
+APART = {"estimator": "gae"}
+
+
+def test_critic_with_ranks_of_its_own_is_beside_the_learner_and_no_server_is_on_its_gpus() -> None:
+    setting = config(
+        advantage=APART,
+        critic={"ranks": "own", "gpus": 2},
+        rollout={"servers": 2},
+        placement={"learner_gpus": 4},
+    )
+    (node,) = nodes(1, gpus=8)
+    learner, servers = place(setting, [node], "cuda")
+    critic = place_critic(setting, [node], "cuda", learner)
+    assert critic == Seat((node,), (4, 6))
+    assert [seat.gpus for seat in servers] == [(6, 7), (7, 8)]
+
+
+def test_critic_that_does_not_fit_beside_the_learner_takes_the_next_node() -> None:
+    setting = config(
+        advantage=APART,
+        critic={"ranks": "own", "gpus": 4},
+        placement={"learner_gpus": 6},
+        rollout={"servers": 3},
+    )
+    where = nodes(2, gpus=8)
+    learner, servers = place(setting, where, "cuda")
+    assert place_critic(setting, where, "cuda", learner) == Seat((where[1],), (0, 4))
+    assert [(seat.nodes[0].name, seat.gpus) for seat in servers] == [
+        ("n2", (4, 5)),
+        ("n2", (5, 6)),
+        ("n2", (6, 7)),
+    ]
+    with pytest.raises(ConfigError, match=r"critic\.ranks = own: its 4 rank\(s\) do not fit"):
+        place(setting, where[:1], "cuda")
+
+
+def test_critic_on_cpus_is_on_the_learner_s_node_and_refused_inside_slurm(scontrol: Path) -> None:
+    setting = config(advantage=APART, critic={"ranks": "own"}, launch={"device": "cpu"})
+    topology = make_topology(setting, {"MEGARL_NODE": "a,b", "CUDA_VISIBLE_DEVICES": ""})
+    assert topology.describe() == "learner on a, critic on a, servers on b"
+    with pytest.raises(ConfigError, match=r"critic\.ranks = own inside a Slurm job"):
+        make_topology(setting, JOB)

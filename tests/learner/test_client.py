@@ -7,7 +7,6 @@ import pytest
 from megarl.config.schema import DeadlineConfig
 from megarl.errors import CheckpointError, ConfigError, LearnerError
 from megarl.learner.client import LearnerClient, _error, _error_of
-from megarl.learner.verbs import VERBS
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 
@@ -35,9 +34,8 @@ async def test_missing_account_names_the_folder_of_the_logs(tmp_path) -> None:
 
 
 def test_errors_about_input_keep_their_class_and_others_are_the_learners() -> None:
-    verb = VERBS["load"]
-    assert type(_error(verb, "CheckpointError", "x: not there")) is CheckpointError
-    assert type(_error(verb, "ConfigError", "no such field")) is ConfigError
-    assert type(_error(verb, "ValueError", "load: bad")) is LearnerError
-    assert str(_error(verb, "ValueError", "load: bad")) == "load: bad"
+    assert type(_error("load", "CheckpointError", "x: not there")) is CheckpointError
+    assert type(_error("load", "ConfigError", "no such field")) is ConfigError
+    assert type(_error("load", "ValueError", "load: bad")) is LearnerError
+    assert str(_error("load", "ValueError", "load: bad")) == "load: bad"
     assert _error_of(502, b"<html>") == ("LearnerError", "status 502: b'<html>'")

@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.actor.model_shape import LatentAttention, MixtureOfExperts, ModelShape
-from megarl.config.layouts import learner_layout
+from megarl.config.layouts import critic_settings, learner_layout
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config
 from megarl.planning.activations import FP32, Cuts, Sizes, layer_kept
-from megarl.planning.memory import RankMemory, predict
+from megarl.planning.memory import RankMemory, predict, predict_critic
 from megarl.planning.passes import chunk_kept, in_flight, policy_head
 
 LLAMA_70B = ModelShape(
@@ -179,3 +181,32 @@ def test_padding_of_context_parallelism_is_counted() -> None:
         for most in (8185, 8192)
     )
     assert short.works[0] == long.works[0]
+
+
+def test_critic_with_ranks_of_its_own_takes_nothing_of_the_learner_s(tmp_path: Path) -> None:
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    settings = {
+        "advantage": {"estimator": "gae"},
+        "critic": {"model": str(tmp_path), "ranks": "own", "gpus": 2, "parallel": {"tp": 2}},
+    }
+    assert planned(**settings).peaks == planned().peaks
+    theirs = critic_settings(config(**settings))
+    one, two = (predict_critic(theirs, rank, on_cpu=False) for rank in (0, 1))
+    assert one.peaks == two.peaks and set(one.peaks) == {"score", "train"}
+    assert one.state.total > 0 and one.policy.total == 0
+    assert one.peaks["train"] > one.peaks["score"] > one.state.total
