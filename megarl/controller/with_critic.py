@@ -90,4 +90,5 @@ async def _both(
     mine: Coroutine[Any, Any, Mine], theirs: Coroutine[Any, Any, Theirs]
 ) -> tuple[Mine, Theirs]:
     """Both results. The first error is raised at once: the run ends with it."""
-    return await asyncio.gather(mine, theirs)
+    first, second = await asyncio.gather(mine, theirs)
+    return first, second

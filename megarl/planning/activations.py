@@ -27,9 +27,9 @@ INDEX = 8  # bytes of a position: int64
 class Cuts:
     """What a layer's tensors are cut by, and how they are computed.
 
-    `sequence` is `tp` with sequence parallelism, else 1; `cp` are context ranks. `fused`: gate and up go through one
-    function (bias_activation_fusion). `local`: without Transformer Engine, whose attention and rope
-    keep less.
+    `sequence` is `tp` with sequence parallelism, else 1; `cp` are context ranks. `fused`: gate and
+    up go through one function (bias_activation_fusion). `local`: without Transformer Engine, whose
+    attention and rope keep less.
     """
 
     tp: int = 1

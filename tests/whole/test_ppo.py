@@ -79,7 +79,7 @@ def test_killed_rank_of_a_critic_apart_ends_the_run_with_its_name_and_the_same_c
     assert run.wait(60) == 1
     last = run.output[-2000:]
     assert "critic rank 1" in last and "SIGKILL" in last and "last phase" in last, last
-    assert "learner rank" not in last
+    assert "learner rank 0" not in last
     assert "Traceback" not in run.output
     assert not run.processes()
     rows = run.finish()
