@@ -25,6 +25,9 @@ from tools.mutation.swap import functions_of, swap
 SURVIVED, KILLED, TIMED_OUT, UNCOVERED = "survived", "killed", "timed out", "not covered"
 NOT_SWAPPED = 71  # an exit status that pytest has no use for
 
+Run = Callable[[Mutant, str, str, list[str], int | None], int]
+"""Exit status of tests: a mutant, its file's text without and with it, tests, examples at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -81,7 +84,8 @@ class Trials:
                 mutant: Mutant, source: str, changed: str, tests: list[str], most: int | None
             ) -> int:
                 early = (mutant.path, mutant.start[0]) in self.baseline.early
-                if early or not swap(functions, str(self.copy.tree / mutant.path), source, changed):
+                path = str(self.copy.tree / mutant.path)
+                if early or not (changed == source or swap(functions, path, source, changed)):
                     return NOT_SWAPPED
                 host.examples = most
                 return self._collected(host, items, tests)
@@ -100,33 +104,49 @@ class Trials:
             *(self._try(number, sample[number], self._imported) or "" for number in late),
         ]
 
-    def _try(self, number: int, mutant: Mutant, run: Callable[..., int]) -> str | None:
-        """The outcome of `run` in a fork, which is told; None where nothing could be swapped."""
-        file = self.copy.tree / mutant.path
-        source = file.read_text(encoding="utf-8")
+    def _try(self, number: int, mutant: Mutant, run: Run) -> str | None:
+        """The outcome of `run` in a fork, which is told; None where nothing could be swapped.
+
+        A test that fails in this order without the mutant too says nothing, and is left out.
+        """
+        source = (self.copy.tree / mutant.path).read_text(encoding="utf-8")
         changed = mutant.apply(source)
         assert changed is not None
         tests = self._tests(mutant)
         more = [test for test in tests if test in self.baseline.cut and self.seconds == math.inf]
-        self._by().write_text("")
-        file.write_text(changed, encoding="utf-8")  # for the processes that tests start
-        code: int | None = 0
+        outcome, by = SURVIVED if tests else UNCOVERED, ""
         for names, most in ((tests, FEW_EXAMPLES), (more, None)):
-            if code == 0 and names:
-                work = partial(run, mutant, source, changed, names, most)
-                code = self.copy.run(work, partial(self.baseline.limit_s, whole=most is None))
-        file.write_text(source, encoding="utf-8")
-        if code == NOT_SWAPPED:
-            return None
-        named = {None: TIMED_OUT, 0: SURVIVED if tests else UNCOVERED}
-        outcome = named.get(code, KILLED)
-        by = self._by().read_text() or (f"exit status {code}" if outcome == KILLED else "")
-        if outcome == TIMED_OUT:
-            by = self.copy.running.read_text()
+            while outcome == SURVIVED and names:
+                code, test = self._run(run, mutant, changed, names, most)
+                if code == NOT_SWAPPED:
+                    return None
+                if code == 0:
+                    break
+                tried = names[: names.index(test) + 1] if test in names else names
+                if self._run(run, mutant, source, tried, most)[0] == 0:
+                    outcome = TIMED_OUT if code is None else KILLED
+                    by = test or f"exit status {code}"
+                elif test in names:
+                    names.remove(test)
+                else:
+                    break
         lines = difflib.unified_diff(source.splitlines(), changed.splitlines(), n=0, lineterm="")
         at = f"{mutant.path}:{mutant.start[0]}"
         Trial(number, at, mutant.operator, list(lines)[3:], outcome, by).tell(self.out)
         return outcome
+
+    def _run(
+        self, run: Run, mutant: Mutant, text: str, tests: list[str], most: int | None
+    ) -> tuple[int | None, str]:
+        """Exit status of the tests with `text` in the mutant's file, and the test that failed."""
+        file = self.copy.tree / mutant.path
+        source = file.read_text(encoding="utf-8")
+        self._by().write_text("")
+        file.write_text(text, encoding="utf-8")  # for the processes that tests start
+        work = partial(run, mutant, source, text, tests, most)
+        code = self.copy.run(work, partial(self.baseline.limit_s, whole=most is None))
+        file.write_text(source, encoding="utf-8")
+        return code, (self.copy.running if code is None else self._by()).read_text()
 
     def _tests(self, mutant: Mutant) -> list[str]:
         return self.baseline.tests_of(mutant.path, mutant.start[0], self.seconds)
