@@ -36,7 +36,10 @@ class Mutant:
     def apply(self, source: str) -> str | None:
         """The changed source; None where it is no Python, or the same Python."""
         operator = plugins.get_operator(self.operator)()
-        changed: str = mutate_code(source, operator, self.occurrence)
+        try:
+            changed: str = mutate_code(source, operator, self.occurrence)
+        except AttributeError:  # it cannot replace a dotted name: `except struct.error`
+            return None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
