@@ -47,6 +47,15 @@ def test_buffer_hands_out_what_it_got_and_is_then_empty() -> None:
     assert buffer.take(4).minibatches == ()
 
 
+def test_batch_says_which_samples_were_cut_at_their_token_limit() -> None:
+    group, buffer = one_group("a", [0, 0, 0]), new_buffer()
+    reasons = ("stop", "length", "stop")
+    ended = [replace(s, finish_reason=why) for s, why in zip(group.samples, reasons, strict=True)]
+    buffer.add(replace(group, samples=tuple(ended)), 0)
+    refs = [r for each in buffer.take(0).minibatches[0].schedule[0] for r in each]
+    assert {ref.sample_id: ref.is_cut for ref in refs} == {"a-0": False, "a-1": True, "a-2": False}
+
+
 def test_buffer_refuses_sample_older_than_max_staleness() -> None:
     with pytest.raises(StalenessError, match=r"sample a-1 .* version 1, 2 behind .* 3.*allows 1"):
         new_buffer(max_staleness=1).add(one_group("a", [3, 1]), 3)

@@ -210,6 +210,14 @@ def test_sample_with_more_mask_logprobs_and_versions_than_tokens_is_refused(tmp_
         write_group(tmp_path, Group("g", prompt, (replace(whole, response_ids=(2,)),)))
 
 
+def test_sample_with_fewer_versions_than_tokens_is_refused(tmp_path: Path) -> None:
+    prompt = Prompt("p", (1,), "", "")
+    whole = Sample("s", "g", "p", (1,)).extended([2, 3], [0.0, 0.0], version=1)
+    short = replace(whole, version_spans=(replace(whole.version_spans[0], end=1),))
+    with pytest.raises(ShapeError, match="s: 2 response tokens .* and version spans"):
+        write_group(tmp_path, Group("g", prompt, (short,)))
+
+
 @pytest.mark.parametrize("start", [1, 3])
 def test_version_spans_that_overlap_or_leave_a_gap_are_refused(tmp_path: Path, start: int) -> None:
     prompt = Prompt("p", (1,), "", "")
