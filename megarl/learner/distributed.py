@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.compat import megatron_cpu
+from megarl.compat import gloo_device, megatron_cpu
 from megarl.errors import LaunchError
 from megarl.reshard.mesh import LearnerMesh
 
@@ -93,6 +93,7 @@ def start(
     the mesh's.
     """
     megatron_cpu.install()
+    gloo_device.install()
     chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
