@@ -17,6 +17,7 @@ SAMPLES = "samples.jsonl"
 
 ROLLOUTS = "rollouts"
 CHECKPOINTS = "checkpoints"
+EXPORTS = "export"
 LEARNER = "learner"
 CRITIC = "critic"
 """Who answers in a folder's endpoints: the learner, and a critic with ranks of its own."""

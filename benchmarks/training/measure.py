@@ -38,6 +38,28 @@ def steps(num_samples: int, num_steps: int, ranks: int, file: Path | None) -> di
         return _run("-m", *launcher, "-m", "benchmarks.training.ranks", str(written))
 
 
+def saves(num_turns: int, ranks: int, sizes: dict[str, int]) -> list[dict[str, float]]:
+    """Seconds of saves of a model of these sizes, waited for and beside steps, by turn."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = {
+            "actor": {"model": str(model.write(folder / "model", **sizes))},
+            "learner": {
+                "max_tokens_per_microbatch": MAX_TOKENS,
+                "parallel": {"tp": ranks},
+                "precision": {"params": "fp32"},
+                "optimizer": {"lr": 1e-5},
+            },
+            "placement": {"learner_gpus": ranks},
+        }
+        written = folder / "settings.json"
+        few = [(16, 48)] * 4
+        written.write_text(json.dumps({"config": config, "lengths": few, "turns": num_turns}))
+        launcher = ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        found: Any = _run("-m", *launcher, "-m", "benchmarks.training.saving", str(written))
+        return list(found)
+
+
 def peaks(num_tokens: int, vocabulary: int) -> dict[str, dict[str, Any]]:
     """Peak memory of each way's log-probs."""
     sizes = ("--tokens", str(num_tokens), "--vocabulary", str(vocabulary))

@@ -31,10 +31,10 @@ CONFIG = {
 }
 
 
-def write(folder: Path) -> Path:
-    """Write it into `folder`, which is made; returns it."""
+def write(folder: Path, **changes: int) -> Path:
+    """Write it into `folder`, which is made; returns it. `changes` are fields of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     draw = np.random.default_rng(0)
     tensors = {
         parameter.name: draw.normal(float("norm" in parameter.name), 0.02, parameter.shape).astype(

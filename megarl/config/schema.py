@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megarl.config.advantage import AdvantageConfig
+from megarl.config.checkpoint import CheckpointConfig, ExportConfig
 from megarl.config.critic import CriticConfig
 from megarl.config.group import (
     Group,
@@ -211,15 +212,6 @@ class LoopConfig(Group):
     """Oldest sample the learner may use, in policy versions behind. 0 is strictly synchronous."""
 
 
-class CheckpointConfig(Group):
-    """Saving and resuming."""
-
-    every: NonNegative = 50
-    """Save after every so many versions, and after the last one. 0 saves only the last."""
-    keep: Positive = 2
-    """How many of the newest checkpoints stay."""
-
-
 class EvalConfig(Group):
     """Greedy evaluation, bound to one policy version."""
 
@@ -260,7 +252,7 @@ class DeadlineConfig(Group):
     reward_s: PositiveFloat = 30.0
     """One score."""
     learner_verb_s: PositiveFloat = 1800.0
-    """One `score`, `step` or `save` of the learner."""
+    """One `score`, `step`, `save` or `export` of the learner."""
     sync_s: PositiveFloat = 300.0
     """One weight sync to all servers."""
 
@@ -281,6 +273,9 @@ class LaunchConfig(Group):
     """Port of the learner's rank 0. 0 takes a free one."""
     rollout_port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port of the first rollout server, the next ones counting up. 0 takes free ones."""
+    time_limit_s: NonNegativeFloat = 0.0
+    """Seconds after which the run ends as it does before the time limit of a Slurm job (see
+    `checkpoint.before_end_s`), counted from its start. 0 means none."""
     max_restarts: NonNegative = 3
     """How often one rollout server is started again in a run before the run ends."""
 
@@ -312,6 +307,7 @@ class Config(Group):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     placement: PlacementConfig = PlacementConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
     eval: EvalConfig = EvalConfig()
     parity: ParityConfig = ParityConfig()
     deadline: DeadlineConfig = DeadlineConfig()

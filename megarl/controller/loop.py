@@ -7,17 +7,19 @@ learn, weight sync. Building them from a config is `training.py`'s job.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.advantage.group import assign
 from megarl.buffer.buffer import Buffer
 from megarl.config.schema import Config
+from megarl.controller.checkpoints import Checkpoints
+from megarl.controller.ending import Ending
 from megarl.controller.evaluation import Evaluation
+from megarl.controller.exports import Exports
 from megarl.controller.outcome import batch_metrics, over_steps
 from megarl.controller.parity import check_batch
 from megarl.controller.publisher import Publisher
-from megarl.controller.resume import Checkpoints
 from megarl.controller.turn import Turn
 from megarl.learner.client import LearnerClient
 from megarl.observe.metrics import MetricsLog, StepMetrics
@@ -43,19 +45,28 @@ class Loop:
     turn: Turn
     evaluation: Evaluation
     checkpoints: Checkpoints
+    exports: Exports
+    ending: Ending
     samples: SampleLog
     metrics: MetricsLog
     progress: Progress
 
     async def run(self, start: int) -> None:
-        """Continue from policy version `start`, whose weights the servers already hold."""
+        """Continue from policy version `start`, whose weights the servers already hold.
+
+        Where the run is to end early, the version of the moment is saved first.
+        """
         for version in range(start, self.config.loop.versions):
             step = StepMetrics(step=version, version=version)
             if version == 0:
                 step.add(await self.evaluation.accuracy(0))
+            cursor = self.prompts.state()
             prompts = self.prompts.draw(self.config.rollout.prompts_per_step)  # a
             with step.timed("rollout"):
-                groups = await self._collect(prompts, version)  # b c d
+                groups = await self.ending.unless(self._collect(prompts, version))  # b c d
+            if groups is None:
+                await self._end_early(version, start, cursor)
+                return
             batch = self.buffer.take(version)  # e
             step.add(batch_metrics(groups, batch, self.config))
             step.add(await self.turn.to("learning"))
@@ -73,6 +84,7 @@ class Loop:
             step.add(await self.turn.to("generating"))
             step.add(await self.learner.peaks())
             await self._after(version + 1, step)
+        self.exports.check(self.config.loop.versions)
 
     async def _collect(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
         """Stages b to d: each group is scored and gets its advantages as soon as it ends."""
@@ -100,6 +112,17 @@ class Loop:
         step.close()
         self.metrics.write(step)
         self.progress.step(step.values)
+        # In this order, so that a start after a crash has what it does not make again.
+        if self.exports.is_due(version):
+            async with self.turn.visit("saving"):
+                await self.exports.export(version)
         if self.checkpoints.is_due(version):
             async with self.turn.visit("saving"):
-                await self.checkpoints.save(version, self.prompts.state())
+                await self.checkpoints.save(version, self.prompts.state(), step.values)
+
+    async def _end_early(self, version: int, start: int, cursor: Mapping[str, object]) -> None:
+        """Save `version`, unless it is what this start began with."""
+        await self.checkpoints.settle()
+        if version > start and not self.checkpoints.is_saved(version):
+            async with self.turn.visit("saving"):
+                await self.checkpoints.save(version, cursor, must=True)

@@ -1,86 +1,42 @@
-"""Checkpoints of a run: what is saved, when one is whole, and which one a run continues from.
+"""What is saved of a run: which checkpoints are whole, and which one a run continues from.
 
-Owns `RUN/checkpoints/v%06d/{megatron/, state.json, COMPLETE}`. The learner writes `megatron/`; a
-checkpoint without COMPLETE does not exist.
+Owns the reading of `RUN/checkpoints/v%06d/{megatron/, state.json, COMPLETE}`. A checkpoint without
+COMPLETE does not exist. Files are compared with their digests by the learner, which reads them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl import run_paths
-from megarl.config.schema import Config
 from megarl.errors import MALFORMED, CheckpointError
-from megarl.learner.client import LearnerClient
 
 COMPLETE = "COMPLETE"
 STATE = "state.json"
-PARTIAL = ".partial"
+FILES = "files.json"  # in the learner's folders: name -> "bytes SHA-256"
+WEIGHTS = "megatron"
+DAMAGED = ".damaged"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A whole checkpoint: policy version, the state of the prompt source, where the weights are."""
+    """A whole checkpoint: policy version, the state of the prompt source, where the weights are,
+    and the metrics that it was saved with."""
 
     version: int
     prompts: Mapping[str, Any]
     path: Path
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def weights(self) -> Path:
         """The learner's part."""
-        return self.path / "megatron"
-
-
-class Checkpoints:
-    """Saves versions and keeps the newest `checkpoint.keep` of them."""
-
-    def __init__(self, config: Config, run_dir: Path, learner: LearnerClient) -> None:
-        self._config = config
-        self._folder = run_dir / run_paths.CHECKPOINTS
-        self._learner = learner
-
-    def is_due(self, version: int) -> bool:
-        """Whether `version`, just made, is to be saved."""
-        every = self._config.checkpoint.every
-        return version == self._config.loop.versions or (every > 0 and version % every == 0)
-
-    async def save(self, version: int, prompts: Mapping[str, Any]) -> None:
-        """Save everything that continuing from `version` needs; whole or not at all."""
-        final = self._folder / f"v{version:06d}"
-        partial = final.with_name(final.name + PARTIAL)
-        await asyncio.to_thread(_remove, partial)
-        partial.mkdir(parents=True)
-        await self._learner.save(str(partial / "megatron"), version)
-        state = {"version": version, "prompts": dict(prompts)}
-        _write_through(partial / STATE, json.dumps(state, indent=1) + "\n")
-        _write_through(partial / COMPLETE, "")
-        await asyncio.to_thread(_remove, final)
-        partial.rename(final)
-        for old in whole_checkpoints(self._folder)[: -self._config.checkpoint.keep]:
-            await asyncio.to_thread(_remove, old)
-
-
-def _write_through(path: Path, text: str) -> None:
-    """Write a file, and return when the disk has it: a node that dies must not leave it empty."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint, COMPLETE first: what is left of a removal must not count as whole."""
-    (folder / COMPLETE).unlink(missing_ok=True)
-    if folder.exists():
-        shutil.rmtree(folder)
+        return self.path / WEIGHTS
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
@@ -90,17 +46,69 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest(run_dir: Path) -> SavedRun | None:
-    """The checkpoint that a run continues from, or None. CheckpointError where it is broken."""
-    found = whole_checkpoints(run_dir / run_paths.CHECKPOINTS)
-    if not found:
-        return None
-    path = found[-1] / STATE
+    """The newest checkpoint that shows no damage, or None where there are none at all.
+
+    Raises CheckpointError where each of them shows some.
+    """
+    problems: list[str] = []
+    for path in reversed(whole_checkpoints(run_dir / run_paths.CHECKPOINTS)):
+        try:
+            return read_saved(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise none_left(problems)
+    return None
+
+
+def none_left(problems: list[str]) -> CheckpointError:
+    """What to tell where every checkpoint of a run is damaged, newest first."""
+    return CheckpointError(
+        f"none of {len(problems)} checkpoints can be continued from: {'; '.join(problems)}. Bring "
+        "back one of them, or remove them all to start anew"
+    )
+
+
+def read_saved(path: Path) -> SavedRun:
+    """A complete checkpoint, by what can be seen without reading its weights.
+
+    Raises CheckpointError where its state cannot be read, or a file of it is missing or of another
+    size.
+    """
     try:
-        state = json.loads(path.read_text())
-        if state["version"] != run_paths.version_of(found[-1]):
+        state = json.loads((path / STATE).read_text())
+        if state["version"] != run_paths.version_of(path):
             raise ValueError(f"it is of version {state['version']}")
-        return SavedRun(run_paths.version_of(found[-1]), dict(state["prompts"]), found[-1])
+        metrics = {name: float(value) for name, value in dict(state.get("metrics", {})).items()}
+        saved = SavedRun(state["version"], dict(state["prompts"]), path, metrics)
     except (OSError, *MALFORMED) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error!r}); remove that folder to continue from an older one"
-        ) from error
+        raise CheckpointError(f"{path / STATE}: cannot be read ({error!r})") from error
+    for listed in sorted(path.glob(f"*/{FILES}")):
+        _check_sizes(listed)
+    return saved
+
+
+def _check_sizes(listed: Path) -> None:
+    try:
+        files = dict(json.loads(listed.read_text()))
+        wanted = {name: int(str(text).split()[0]) for name, text in files.items()}
+    except (OSError, IndexError, *MALFORMED) as error:
+        raise CheckpointError(f"{listed}: cannot be read ({error!r})") from error
+    for name, num_bytes in wanted.items():
+        try:
+            found = (listed.parent / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{listed.parent / name}: {error.strerror}") from error
+        if found != num_bytes:
+            raise CheckpointError(
+                f"{listed.parent / name}: it has {found} bytes, and had {num_bytes} when it was "
+                "saved"
+            )
+
+
+def set_aside(path: Path) -> Path:
+    """Give a damaged checkpoint a name under which it is none; returns it. Raises OSError."""
+    aside = path.with_name(path.name + DAMAGED)
+    if aside.exists():
+        shutil.rmtree(aside)
+    return path.rename(aside)

@@ -17,11 +17,21 @@ from megarl.buffer.buffer import Buffer
 from megarl.config.schema import Config
 from megarl.config.served import served_block
 from megarl.controller import parity
+from megarl.controller.checkpoints import Checkpoints
 from megarl.controller.colocated import make_turn
+from megarl.controller.ending import Ending
 from megarl.controller.evaluation import Evaluation
+from megarl.controller.exports import Exports
 from megarl.controller.loop import Loop
 from megarl.controller.publisher import Publisher
-from megarl.controller.resume import Checkpoints, SavedRun, newest
+from megarl.controller.resume import (
+    SavedRun,
+    newest,
+    none_left,
+    read_saved,
+    set_aside,
+    whole_checkpoints,
+)
 from megarl.errors import CheckpointError
 from megarl.learner.client import LearnerClient
 from megarl.observe.metrics import MetricsLog, WandbRun
@@ -82,6 +92,7 @@ async def train(
     reward: Scorer,
     learner: LearnerClient,
     servers: ServerPool,
+    ending: Ending,
 ) -> None:
     """Run or continue the loop on engines that are up. Prints the end table."""
     wandb = WandbRun.start(config.observe.wandb, run_dir, config.model_dump())
@@ -89,7 +100,7 @@ async def train(
     progress = Progress(config.loop.versions)
     rollout = Collector(config, servers, run_dir, inputs.tokenizer)
     turn = make_turn(config, learner, servers, metrics)
-    saved = newest(run_dir)
+    checkpoints = Checkpoints(config, run_dir, learner, metrics, progress)
     try:
         loop = Loop(
             config=config,
@@ -101,14 +112,18 @@ async def train(
             weight_sync=Publisher(learner, servers, metrics, turn),
             turn=turn,
             evaluation=Evaluation(config, inputs.eval_prompts, rollout, reward),
-            checkpoints=Checkpoints(config, run_dir, learner),
+            checkpoints=checkpoints,
+            exports=Exports(config, run_dir, learner, metrics, progress),
+            ending=ending,
             samples=SampleLog(run_dir),
             metrics=metrics,
             progress=progress,
         )
+        saved = await restore_newest(loop, run_dir)
         start = await begin(loop, run_dir, saved, inputs, servers)
         await loop.run(start)
     finally:
+        await checkpoints.close()
         await rollout.close()
         if wandb:
             wandb.close()
@@ -118,13 +133,11 @@ async def train(
 async def begin(
     loop: Loop, run_dir: Path, saved: SavedRun | None, inputs: Inputs, servers: ServerPool
 ) -> int:
-    """Restore what was saved, prove that both sides agree, publish; returns the first version."""
+    """Prove that both sides agree, publish; returns the first version, that of `saved`."""
     config = loop.config
     probes = inputs.prompts[: config.parity.num_prompts]
     gate, baseline = config.parity.enabled, None
     start = saved.version if saved else 0
-    if saved:
-        await restore(loop, saved)
     forget_from(loop, run_dir, start)
     await loop.turn.to("generating")
     if gate and not saved and served_block(config) is None:  # float8 servers start empty
@@ -153,6 +166,32 @@ async def begin(
 
 async def _difference(loop: Loop, probes: Sequence[Prompt], server: ServerEndpoint) -> float:
     return await parity.mean_difference(loop.rollout, loop.learner, loop.turn, probes, server)
+
+
+async def restore_newest(loop: Loop, run_dir: Path) -> SavedRun | None:
+    """Continue from the newest checkpoint that is as it was saved; None where there are none.
+
+    Damaged ones that are newer are told of and set aside. Raises CheckpointError where all are.
+    """
+    await loop.checkpoints.sweep()
+    await loop.exports.sweep()
+    damaged: dict[Path, str] = {}
+    for path in reversed(whole_checkpoints(run_dir / run_paths.CHECKPOINTS)):
+        try:
+            saved = read_saved(path)
+            await loop.learner.check_saved(saved.weights)
+        except CheckpointError as error:
+            damaged[path] = str(error)
+            continue
+        for other, problem in damaged.items():
+            aside = set_aside(other)
+            loop.progress.note(f"{problem}. It is now {aside}; continuing from {path.name}")
+            loop.metrics.event("checkpoint_damaged", folder=str(aside), error=problem)
+        await restore(loop, saved)
+        return saved
+    if damaged:
+        raise none_left(list(damaged.values()))
+    return None
 
 
 async def restore(loop: Loop, saved: SavedRun) -> None:

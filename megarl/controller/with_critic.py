@@ -61,6 +61,33 @@ class LearnerWithCritic(LearnerClient):
         """As the learner's; the critic's part is beside it, where a critic on its ranks has it."""
         await _both(super().save(path, version), self._critic.save(_beside(path), version))
 
+    async def begin_save(self, path: str | Path, version: int) -> None:
+        """As the learner's. Where one of the two cannot, the other's save is ended too."""
+        try:
+            mine = super().begin_save(path, version)
+            await _both(mine, self._critic.begin_save(_beside(path), version))
+        except CheckpointError:
+            await self._end_saves()
+            raise
+
+    async def end_save(self, wait: bool = True) -> bool:
+        """Whether both have ended theirs. Where one failed, it is raised when both have."""
+        try:
+            return all(await _both(super().end_save(wait), self._critic.end_save(wait)))
+        except CheckpointError:
+            await self._end_saves()
+            raise
+
+    async def _end_saves(self) -> None:
+        mine, theirs = super().end_save(True), self._critic.end_save(True)
+        for outcome in await asyncio.gather(mine, theirs, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, CheckpointError):
+                raise outcome
+
+    async def check_saved(self, path: str | Path) -> None:
+        """As the learner's, of both parts."""
+        await _both(super().check_saved(path), self._critic.check_saved(_beside(path)))
+
     async def load(self, path: str | Path) -> int:
         """Both continue. Raises CheckpointError where they are of two versions."""
         mine, theirs = await _both(super().load(path), self._critic.load(_beside(path)))

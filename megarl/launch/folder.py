@@ -28,18 +28,30 @@ from megarl.errors import ConfigError
 from megarl.learner.phases import write_json
 
 LOCK = "run.lock"
-# What may differ when a run is continued: how long and where it runs, not what it computes.
+# What may differ when a run is continued: how long, where and in which layout it runs, not what it
+# computes.
 CHANGEABLE = (
     "loop.versions",
-    "checkpoint.every",
-    "checkpoint.keep",
     "run.dir",
     "run.name",
+    "critic.gpus",
+    "rollout.servers",
     "weight_sync.mode",
     "weight_sync.hf_route",
     "weight_sync.disk_dir",
 )
-CHANGEABLE_GROUPS = ("deadline.", "launch.", "observe.")
+CHANGEABLE_GROUPS = (
+    "checkpoint.",
+    "critic.parallel.",
+    "deadline.",
+    "export.",
+    "launch.",
+    "learner.parallel.",
+    "learner.recompute.",
+    "observe.",
+    "placement.",
+    "rollout.parallel.",
+)
 
 
 @dataclass(frozen=True, slots=True)

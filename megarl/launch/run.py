@@ -25,6 +25,7 @@ from megarl.config.layouts import critic_settings
 from megarl.config.record import environment_record
 from megarl.config.schema import Config
 from megarl.controller.colocated import kept_at_start
+from megarl.controller.ending import Ending
 from megarl.controller.training import finished_version, load_inputs, note_on, train
 from megarl.controller.with_critic import LearnerWithCritic
 from megarl.errors import LaunchError, LearnerError
@@ -33,7 +34,7 @@ from megarl.launch.folder import RunFolder, open_run_folder, write_environment
 from megarl.launch.launcher import Launcher
 from megarl.launch.local import LocalSteps
 from megarl.launch.process import Process, describe_status
-from megarl.launch.slurm import SlurmSteps
+from megarl.launch.slurm import SlurmSteps, end_time_s
 from megarl.launch.tempdir import own_temp_folder
 from megarl.launch.topology import Topology, make_topology
 from megarl.learner.client import CriticClient, LearnerClient
@@ -59,14 +60,16 @@ LOG_LINES = 15
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ESTALE)
 ON_CPUS = "on CPUs servers release memory by name only; this shows the order, and frees nothing"
+ENDED_EARLY = os.EX_TEMPFAIL  # 75: not done, and the same command goes on
 CONTINUE = "the same command continues from the last checkpoint"
 
 
 def run_training(config: Config, run_dir: Path) -> int:
     """Run or continue the training of `config` in `run_dir`; returns the exit status.
 
-    0 when it is finished, 130 after Ctrl-C, 143 after SIGTERM. Raises MegarlError for everything
-    else, after every process and shared-memory entry of the run is gone.
+    0 when it is finished, 130 after Ctrl-C, 143 after SIGTERM, 75 where it was saved and ended
+    before its time limit or by SIGUSR1. Raises MegarlError for everything else, after every process
+    and shared-memory entry of the run is gone.
     """
     run_dir = run_dir.absolute()
     try:
@@ -84,12 +87,16 @@ def run_training(config: Config, run_dir: Path) -> int:
                 )
                 return 0
             write_environment(run_dir, environment_record(config))
-            reward = Scorer(config)
+            reward, ending = Scorer(config), Ending()
 
             async def work(learner: LearnerClient, servers: ServerPool) -> None:
-                await train(config, run_dir, inputs, reward, learner, servers)
+                await train(config, run_dir, inputs, reward, learner, servers, ending)
 
-            status = asyncio.run(EngineRun(config, folder, topology, work, before=reward).run())
+            run = EngineRun(config, folder, topology, work, before=reward, ending=ending)
+            status = asyncio.run(run.run())
+            if ending.reason and not status and finished_version(run_dir) < config.loop.versions:
+                Progress(config.loop.versions).note(f"ended early: {ending.reason}")
+                status = ENDED_EARLY
             if status:
                 Progress(config.loop.versions).note(_how_to_go_on(run_dir))
             return status
@@ -125,7 +132,8 @@ def logging_to(path: Path) -> None:
 
 class EngineRun:
     """One start of both engines, for `work` on them. `before` is entered before any of them starts,
-    and left at the end: what is wrong with a reward costs no start of engines.
+    and left at the end: what is wrong with a reward costs no start of engines. `ending` is asked
+    for by SIGUSR1 and by the clock.
     """
 
     def __init__(
@@ -135,7 +143,9 @@ class EngineRun:
         topology: Topology,
         work: Work,
         before: AbstractAsyncContextManager[object] | None = None,
+        ending: Ending | None = None,
     ) -> None:
+        self._ending = ending
         steps = SlurmSteps() if topology.kind == "slurm" else LocalSteps()
         self._progress = Progress(config.loop.versions)
         self._config = config
@@ -179,6 +189,21 @@ class EngineRun:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, received, signum)
+        if self._ending is not None:
+            loop.add_signal_handler(signal.SIGUSR1, self._ending.ask, "SIGUSR1")
+            self._watch_the_clock(self._ending)
+
+    def _watch_the_clock(self, ending: Ending) -> None:
+        """End early where the time limit comes near: the Slurm job's, or the setting's."""
+        before_s, limit_s = self._config.checkpoint.before_end_s, self._config.launch.time_limit_s
+        ends = [time.time() + limit_s] if limit_s else []
+        if before_s and (end_s := end_time_s(os.environ)) is not None:
+            ends.append(end_s)
+        if before_s and ends:
+            left_s = min(ends) - time.time()
+            log.info("time limit left_s=%.0f before_end_s=%.0f", left_s, before_s)
+            reason = f"the time limit is {before_s:g} s away (checkpoint.before_end_s)"
+            asyncio.get_running_loop().call_later(max(0.0, left_s - before_s), ending.ask, reason)
 
     async def _work(self) -> None:
         async with self._before:

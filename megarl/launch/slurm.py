@@ -1,4 +1,6 @@
-"""Roles as steps of the surrounding Slurm job. Owns the srun command line and how a step is ended.
+"""Roles as steps of the surrounding Slurm job, and when that job ends.
+
+Owns the srun command line and how a step is ended.
 
 What was seen of srun (22.05): it hands the end of its own standard input to every task, which is
 how a warden is asked to end; at SIGTERM it kills the step's tasks at once, with all below them;
@@ -12,11 +14,38 @@ leftovers stay.
 
 from __future__ import annotations
 
+import logging
 import signal
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 from megarl.launch.process import Process
 from megarl.nodes import Seat
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 30.0  # for Slurm's controller to say when a job ends
+
+
+def end_time_s(environment: Mapping[str, str]) -> float | None:
+    """When the surrounding Slurm job reaches its time limit, in seconds since 1970.
+
+    None outside a job, and where Slurm does not say, or knows no limit. Slurm from 23.02 on has it
+    in the environment; an older one is asked.
+    """
+    if "SLURM_JOB_ID" not in environment:
+        return None
+    known = environment.get("SLURM_JOB_END_TIME", "")
+    if known.isdecimal():
+        return float(known)
+    ask = ["squeue", "--noheader", f"--jobs={environment['SLURM_JOB_ID']}", "--format=%e"]
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=ANSWER_S, check=True)
+        return datetime.fromisoformat(said.stdout.strip()).timestamp()
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        log.warning("the job's end is unknown, nothing is saved before it why=%s", error)
+        return None
 
 
 class SlurmSteps:

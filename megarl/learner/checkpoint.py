@@ -1,8 +1,9 @@
 """The learner's part of a checkpoint: weights, optimizer and random state, in any layout.
 
 Owns what is in the folder and that it is whole or absent. Reading and writing are Megatron's
-distributed checkpointing. Knows nothing of prompts, of which checkpoints stay, or of the reference,
-which is always `actor.model`. Import it after `megatron_cpu.install()`.
+distributed checkpointing; when files are written is `saving`'s. Knows nothing of prompts, of which
+checkpoints stay, or of the reference, which is always `actor.model`. Import it after
+`megatron_cpu.install()`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.actor.shape import ModelShape
-from megarl.compat.megatron_checkpoint import content, keep_settings, write_in_process
+from megarl.compat.megatron_checkpoint import Prepared, content, keep_settings, prepare
 from megarl.compat.megatron_cpu import init_optimizer_state, load_optimizer_state
 from megarl.errors import CheckpointError
 from megarl.learner.chunks import Chunks
 from megarl.learner.distributed import Ranks
-from megarl.learner.filesums import check_files, digests, write_digests
+from megarl.learner.filesums import check_files, digests, file_digest, write_digests
 from megarl.learner.optimizer import Optimizer
 
 PARTIAL = ".partial"
@@ -46,14 +47,52 @@ class Training:
     shape: ModelShape
 
 
-def save(training: Training, path: Path, version: int) -> None:
-    """Write everything that training goes on from to the folder `path`, as policy `version`.
+class Writing:
+    """A checkpoint on its way to the folder `path`, whose numbers this rank has copied.
 
-    Collective over all ranks, on a file system that they share. Written beside `path` and renamed,
-    so that `path` is never there in part. Raises CheckpointError where it cannot be written.
+    It is written beside `path` and renamed, so that `path` is never there in part. All ranks reach
+    it. `begin` makes one.
+    """
+
+    def __init__(self, path: Path, partial: Path, prepared: Prepared) -> None:
+        self.path = path
+        self._partial, self._prepared = partial, prepared
+        self._written: list[Any] = []
+        self._digests: dict[str, str] = {}
+
+    def write(self) -> None:
+        """Write this rank's files. Not collective, and for any thread. Raises CheckpointError."""
+        try:
+            self._written = self._prepared.write()
+            names = self._prepared.names
+            self._digests = {name: file_digest(self._partial / name) for name in names}
+        except (OSError, RuntimeError) as error:  # the latter is torch's, for its own writer
+            raise _cannot_write(self._partial, error) from error
+
+    def finish(self) -> None:
+        """Make the files a checkpoint, once every rank has written its own.
+
+        Collective over all ranks. Raises CheckpointError, on every rank.
+        """
+        written: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(written, self._written)
+        _on_rank_0(lambda: self._prepared.finish(written), self._partial)
+        found = digests(self._partial, self._digests)
+        _on_rank_0(lambda: write_digests(self._partial, found), self._partial)
+        _on_rank_0(lambda: _replace(self._partial, self.path), self._partial)
+
+    def abandon(self) -> None:
+        """Remove what is written of it. Not collective; one rank does it for all."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def begin(training: Training, path: Path, version: int) -> Writing:
+    """Copy everything that training goes on from as policy `version`, to be written to `path`.
+
+    Collective over all ranks; training may go on when it returns. Raises CheckpointError, on every
+    rank, where the folder cannot be made.
     """
     partial = path.with_name(path.name + PARTIAL)
-    write_in_process()
     init_optimizer_state(training.optimizer.megatron)
     _on_rank_0(lambda: _make_empty(partial), partial)
     state = _sharded_state(training, is_loading=False)
@@ -65,26 +104,23 @@ def save(training: Training, path: Path, version: int) -> None:
         "shape": asdict(training.shape),
     }
     state["rng"] = _rng(training.ranks, _rng_states())
+    model = training.model
+    live = [*model.parameters(), *(tensor for _, tensor in model.named_buffers())]
     with _told_as_checkpoint_error(partial, "cannot be written; look at the space left there"):
-        dist_checkpointing.save(state, str(partial), content_metadata=content())
-    found = digests(partial)
-    _on_rank_0(lambda: write_digests(partial, found), partial)
-    _on_rank_0(lambda: _replace(partial, path), path)
+        return Writing(path, partial, prepare(state, partial, live))
 
 
-def load(training: Training, path: Path) -> int:
-    """Continue from what `save` wrote to `path`, in any layout; returns its policy version.
+def load(training: Training, path: Path, is_checked: bool = False) -> int:
+    """Continue from what was saved to `path`, in any layout; returns its policy version.
 
     Collective over all ranks. Settings of the optimizer stay those of this run; its moments and
     steps are restored. Random states are restored where the mesh is the same, else they stay as
     seeded. Raises CheckpointError where the folder is missing, broken, or of another model; a file
-    that is not as it was saved is noticed before anything is loaded.
+    that is not as it was saved is noticed before anything is loaded, unless `is_checked` says that
+    `check` was called already.
     """
-    if not (path / "metadata.json").is_file():
-        raise CheckpointError(
-            f"{path}: no learner checkpoint there; remove its folder to continue from an older one"
-        )
-    check_files(path)
+    if not is_checked:
+        check(path)
     init_optimizer_state(training.optimizer.megatron)
     advice = "cannot be read; remove its folder to continue from an older one"
     with _told_as_checkpoint_error(path, advice):
@@ -104,6 +140,15 @@ def load(training: Training, path: Path) -> int:
     if same_mesh:
         _set_rng_states(loaded["rng"])
     return int(common["version"])
+
+
+def check(path: Path) -> None:
+    """Raise CheckpointError, on every rank, where a file is not as it was saved. Collective."""
+    if not (path / "metadata.json").is_file():
+        raise CheckpointError(
+            f"{path}: no learner checkpoint there; remove its folder to continue from an older one"
+        )
+    check_files(path)
 
 
 def _sharded_state(training: Training, is_loading: bool) -> dict[str, Any]:
@@ -170,16 +215,25 @@ def _told_as_checkpoint_error(path: Path, advice: str) -> Iterator[None]:
 
 
 def _on_rank_0(work: Callable[[], None], path: Path) -> None:
-    """`work()` on rank 0 while the others wait; an OSError is raised on every rank."""
+    """`work()` on rank 0 while the others wait; its failure is a CheckpointError on every rank."""
     told: list[str] = [""]
     if dist.get_rank() == 0:
         try:
             work()
-        except OSError as error:
-            told = [f"{error.strerror or error}"]
+        except (OSError, RuntimeError) as error:
+            told = [str(_cannot_write(path, error))]
     dist.broadcast_object_list(told, src=0)
     if told[0]:
-        raise CheckpointError(f"{path}: cannot be written ({told[0]}); look at space and rights")
+        raise CheckpointError(told[0])
+
+
+def _cannot_write(path: Path, error: BaseException) -> CheckpointError:
+    """What to tell of an error of a disk, which torch's writer covers with one of its own."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    reason = cause.strerror if isinstance(cause, OSError) else str(error).partition("\n")[0]
+    return CheckpointError(f"{path}: cannot be written ({reason}); look at space and rights there")
 
 
 def _make_empty(folder: Path) -> None:

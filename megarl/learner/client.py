@@ -62,6 +62,22 @@ class ServiceClient:
         """Write weights, optimizer and random state to folder `path`, whole or not at all."""
         await self._call("save", str(path), version)
 
+    async def begin_save(self, path: str | Path, version: int) -> None:
+        """Begin such a save, and return when training may go on: files are written meanwhile."""
+        await self._call("begin_save", str(path), version)
+
+    async def end_save(self, wait: bool = True) -> bool:
+        """Whether no save is under way any more; with `wait`, it returns only then.
+
+        Raises CheckpointError, once, where the save failed.
+        """
+        ended: bool = await self._call("end_save", wait)
+        return ended
+
+    async def check_saved(self, path: str | Path) -> None:
+        """Raise CheckpointError where files in folder `path` are not as `save` wrote them."""
+        await self._call("check_saved", str(path))
+
     async def load(self, path: str | Path) -> int:
         """Continue from what `save` wrote to `path`; returns the version that was saved."""
         version: int = await self._call("load", str(path))
@@ -181,6 +197,14 @@ class LearnerClient(ServiceClient):
         """Send the weights as `version` to the servers; the report says who proved to have them."""
         result: SyncReport = await self._call("publish", version, tuple(servers))
         return result
+
+    async def export(self, path: str | Path) -> int:
+        """Write the policy as Hugging Face folder `path`, whole or not at all; returns its bytes.
+
+        Raises CheckpointError where `path` is there already, or cannot be written.
+        """
+        num_bytes: int = await self._call("export", str(path))
+        return num_bytes
 
     async def offload(self, parts: Sequence[str]) -> None:
         """Take parts of the state ("gradients", "optimizer", "weights") off the device."""

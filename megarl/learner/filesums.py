@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from megarl.errors import CheckpointError
 
 FILES = "files.json"
-ADVICE = "remove the checkpoint's folder to continue from an older one"
+ADVICE = "continue from an older one"
 
 
 def file_digest(path: Path) -> str:
@@ -29,14 +30,27 @@ def file_digest(path: Path) -> str:
         return f"unreadable: {error.strerror}"
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """The digest of each file of `folder` by name, the same on every rank. Collective."""
-    return _shared_digests(folder, sorted(path.name for path in folder.iterdir()))
+def digests(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The digest of each file of `folder` by name, the same on every rank. Collective.
+
+    `known` are those of files that this rank has read already; the others are read.
+    """
+    parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, dict(known or {}))
+    found = {name: text for part in parts for name, text in part.items()}
+    others = sorted({path.name for path in folder.iterdir()} - found.keys())
+    return dict(sorted((found | _shared_digests(folder, others)).items()))
 
 
 def write_digests(folder: Path, found: Mapping[str, str]) -> None:
-    """Write what `digests` found. Raises OSError. On one rank only."""
+    """Write what `digests` found, and have the disk take all of it. Raises OSError. On one rank."""
     (folder / FILES).write_text(json.dumps(dict(found), indent=1) + "\n")
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def check_files(folder: Path) -> None:

@@ -35,6 +35,7 @@ from megarl.learner.packing import (
     pack_minibatch,
     token_counts,
 )
+from megarl.learner.saving_verbs import SavingVerbs
 from megarl.learner.scoring import (
     KeptLogProbs,
     Mismatch,
@@ -46,7 +47,6 @@ from megarl.planning.memory import predict
 from megarl.types import Batch, MinibatchPlan, ServerEndpoint, SyncReport, TokenNumbers
 
 if TYPE_CHECKING:
-    from megarl.learner.checkpoint import Training
     from megarl.learner.passes import Scores
     from megarl.weight_sync.modes import ModalSync
 
@@ -57,7 +57,7 @@ def _ignore(phase: str) -> None:
     pass
 
 
-class Learner:
+class Learner(SavingVerbs):
     """One rank of the learner, built from the settings; every method is collective over all ranks.
 
     `mark(phase)` is told where a verb stands. `policy.model` is Megatron's model on this rank,
@@ -80,7 +80,16 @@ class Learner:
         self.layout = learner_layout(config, self.shape)
         self.ranks = join(config, mark)
         # Megatron can be imported only now, with its CPU substitution in place.
-        from megarl.learner import critic, model, offload, optimizer, passes, sequences, transformer
+        from megarl.learner import (
+            critic,
+            model,
+            offload,
+            optimizer,
+            passes,
+            saving,
+            sequences,
+            transformer,
+        )
 
         mark("model")
         module = model.build_model(self.shape, config.learner, self.ranks, self.layout)
@@ -110,6 +119,8 @@ class Learner:
         mark("critic")
         self.critic = critic.make_critic(config, self.ranks)
         beside = None if self.critic is None else self.critic.tensors
+        training = saving.Training(module, self.optimizer, self.ranks, self.shape)
+        self._saving = saving.Saving(training, *(self.critic.trainings if self.critic else ()))
         megatron = self.optimizer.megatron
         self.state = offload.LearnerState(module, megatron, self.ranks.device, beside)
         on_cpu = self.ranks.device.type == "cpu"
@@ -208,15 +219,16 @@ class Learner:
                 return of_critic
         self._mark("forward-backward")
         self.optimizer.clear()
+        weights, num_tokens = LossWeights.of(self.config), minibatch.num_loss_tokens
         sums = self._passes.accumulate_gradients(
-            self.policy, microbatches, length, scores, self._loss_weights, minibatch.num_loss_tokens
+            self.policy, microbatches, length, scores, weights, num_tokens
         )
         sums = torch.cat([sums, token_counts(microbatches).to(sums.device)])
         if not self.ranks.reports:
             sums.zero_()
         dist.all_reduce(sums)
-        *loss_sums, num_tokens, num_packed = sums.tolist()
-        means = (each / minibatch.num_loss_tokens for each in loss_sums)
+        *loss_sums, num_real, num_packed = sums.tolist()
+        means = (each / num_tokens for each in loss_sums)
         total, policy, clipped, kl, entropy = means
         self._mark("optimizer")
         metrics = {
@@ -224,7 +236,7 @@ class Learner:
             "loss/policy": policy,
             "loss/clip_fraction": clipped,
             "entropy": entropy,
-            "packing/efficiency": num_tokens / num_packed,
+            "packing/efficiency": num_real / num_packed,
             **self.optimizer.step(),
         }
         if self._reference is not None:
@@ -280,39 +292,24 @@ class Learner:
         self.version = version
         return report or SyncReport(version, (), 0, 0, 0.0)
 
-    def save(self, path: str, version: int) -> None:
-        """Write weights, optimizer and random state into folder `path`; a critic's beside it.
+    def export(self, path: str) -> int:
+        """Write the policy as Hugging Face folder `path`; returns its bytes. See `export`."""
+        from megarl.learner.export import export
 
-        See `checkpoint.save`.
-        """
-        from megarl.learner import checkpoint
-
-        self._require("save")
-        self._mark("save")
-        for training, folder in self._trainings(path):
-            checkpoint.save(training, folder, version)
+        self._require("export")
+        self._mark("export")
+        return export(self.config, self.shape, self.layout, self.ranks, self.weights, Path(path))
 
     def load(self, path: str) -> int:
         """Continue from folder `path`; returns its policy version. See `checkpoint.load`."""
-        from megarl.learner import checkpoint
-
         self._require("load")
         self._mark("load")
         self._old.clear()
         self._reference_logprobs.clear()
         if self.critic is not None:
             self.critic.clear()
-        for training, folder in self._trainings(path):
-            self.version = checkpoint.load(training, folder)
+        self.version = self._saving.load(path)
         return self.version
-
-    def _trainings(self, path: str) -> list[tuple[Training, Path]]:
-        """What a checkpoint is of, and the folder of each part."""
-        from megarl.learner.checkpoint import Training
-
-        policy = Training(self.policy.model, self.optimizer, self.ranks, self.shape)
-        critics = self.critic.trainings if self.critic is not None else ()
-        return [(policy, Path(path)), *((each, Path(f"{path}-critic")) for each in critics)]
 
     def offload(self, parts: Sequence[str]) -> None:
         """Take `parts` of the state off the device. See `offload.LearnerState`."""
@@ -351,16 +348,6 @@ class Learner:
         """See that what `verb` needs is here, and that the weights are whole."""
         self.state.require(verb)
         self.state.gather_weights()
-
-    @property
-    def _loss_weights(self) -> LossWeights:
-        loss = self.config.loss
-        return LossWeights(
-            clip_low=loss.clip_low,
-            clip_high=loss.clip_high,
-            entropy_coef=loss.entropy_coef,
-            kl_coef=self.config.kl.coef if self.config.kl.where == "loss" else 0.0,
-        )
 
     def _build_reference(self) -> ReferencePolicy | None:
         """The frozen model, where the KL term has a weight: the weights as they are, or others."""

@@ -16,13 +16,14 @@ from megarl.learner.control_group import together
 from megarl.learner.joining import join
 from megarl.learner.meter import MemoryMeter, measured
 from megarl.learner.packing import Multiples, PackedMicrobatch, check_plan, pack_minibatch
+from megarl.learner.saving_verbs import SavingVerbs
 from megarl.learner.scoring import passes_needed
 from megarl.learner.token_numbers import LossTokenNumbers
 from megarl.planning.memory import predict_critic
 from megarl.types import Batch, CriticScores, MinibatchPlan, TokenNumbers
 
 
-class LoneCritic:
+class LoneCritic(SavingVerbs):
     """The critic on this rank; every method is collective over all of its ranks.
 
     `mark(phase)` is told where a verb stands.
@@ -36,10 +37,11 @@ class LoneCritic:
         self.config, self._mark = critic_settings(config), mark
         self.ranks = join(self.config, mark)
         # Megatron can be imported only now, with its CPU substitution in place.
-        from megarl.learner import critic, offload
+        from megarl.learner import critic, offload, saving
 
         mark("model")
         self.critic = critic.Critic.build(self.config, self.ranks)
+        self._saving = saving.Saving(*self.critic.trainings)
         state = offload.LearnerState(*self.critic.tensors, self.ranks.device)
         self._gather_weights = state.gather_weights
         on_cpu = self.ranks.device.type == "cpu"
@@ -92,23 +94,11 @@ class LoneCritic:
         self._mark("critic")
         return self.critic.step(microbatches, length, minibatch.num_loss_tokens)
 
-    def save(self, path: str, version: int) -> None:
-        """Write weights, optimizer and random state into folder `path`. See `checkpoint.save`."""
-        from megarl.learner import checkpoint
-
-        self._gather_weights()
-        self._mark("save")
-        (training,) = self.critic.trainings
-        checkpoint.save(training, Path(path), version)
-
     def load(self, path: str) -> int:
         """Continue from folder `path`; returns its policy version. See `checkpoint.load`."""
-        from megarl.learner import checkpoint
-
         self._mark("load")
         self.critic.clear()
-        (training,) = self.critic.trainings
-        return checkpoint.load(training, Path(path))
+        return self._saving.load(path)
 
     def peaks(self) -> dict[str, int]:
         """`memory/*` of the phases since the last call. See `meter.MemoryMeter.take`."""
@@ -116,6 +106,10 @@ class LoneCritic:
 
     def close(self) -> None:
         """Nothing of it outlives this process."""
+
+    def _require(self, verb: str) -> None:
+        """All of it is always here."""
+        self._gather_weights()
 
     def _pack(self, plan: MinibatchPlan) -> tuple[list[PackedMicrobatch], int]:
         """This rank's microbatches of `plan`; fails on every rank where it fails on one."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.config.schema import Config
 from megarl.errors import ShapeError
 
 
@@ -24,6 +25,13 @@ class LossWeights:
     clip_high: float
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
+
+    @classmethod
+    def of(cls, config: Config) -> LossWeights:
+        """Those of a run. A KL term that is a part of the reward is none of the loss."""
+        loss, kl = config.loss, config.kl
+        kl_coef = kl.coef if kl.where == "loss" else 0.0
+        return cls(loss.clip_low, loss.clip_high, loss.entropy_coef, kl_coef)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -55,6 +55,11 @@ Numbers = tuple[TokenNumbers, ...]
 
 _STEP = Verb("step", tuple[MinibatchPlan], dict[str, float], changes_weights=True, needs=PARTS)
 _SAVE = Verb("save", tuple[str, int], None, needs=("optimizer", "weights"))
+_BESIDE = (
+    Verb("begin_save", tuple[str, int], None, needs=("optimizer", "weights")),
+    Verb("end_save", tuple[bool], bool),
+    Verb("check_saved", tuple[str], None, deadline="learner_start_s"),
+)
 _LOAD = Verb(
     "load",
     tuple[str],
@@ -83,12 +88,14 @@ _LEARNER = (
         needs=("weights",),
     ),
     _SAVE,
+    *_BESIDE,
+    Verb("export", tuple[str], int, needs=("weights",)),
     _LOAD,
     Verb("offload", tuple[tuple[str, ...]], None, changes_weights=True),
     Verb("onload", tuple[tuple[str, ...]], None, changes_weights=True),
     Verb("memory", tuple[()], dict[str, int]),
 )
-_CRITIC = (*_ALL, Verb("score", tuple[Batch, Numbers], CriticScores), _STEP, _SAVE, _LOAD)
+_CRITIC = (*_ALL, Verb("score", tuple[Batch, Numbers], CriticScores), _STEP, _SAVE, *_BESIDE, _LOAD)
 VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _LEARNER}
 CRITIC_VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _CRITIC}
 VERBS_OF: Mapping[str, Mapping[str, Verb]] = {LEARNER: VERBS, CRITIC: CRITIC_VERBS}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -20,11 +21,12 @@ import torch.distributed as dist
 from megarl.actor.parameters import BlockTable, block_table
 from megarl.actor.shape import ModelShape
 from megarl.config.model_folder import copy_beside, write_config
-from megarl.errors import WeightSyncError, in_words
+from megarl.errors import CheckpointError, in_words
 from megarl.reshard import execute
 from megarl.reshard.blocks import ScaleBlock
 from megarl.reshard.files import FLOAT8, layout_of_headers
 from megarl.reshard.layout import Box, Layout, local_box
+from megarl.reshard.page import bytes_text
 from megarl.reshard.shard_files import SHARD_BYTES, TensorToStore, shard_files, write_index
 from megarl.reshard.store import cached_plan
 from megarl.weight_sync.formats import WireFormat, dtype_name, wire_format
@@ -33,7 +35,7 @@ from megarl.weight_sync.together import from_all
 
 STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: FLOAT8}
 LOADED_AS = {spelled: dtype for dtype, spelled in STORED_AS.items()}
-_WRITING = ".writing"  # behind a folder's name until it is whole
+PARTIAL = ".partial"  # behind a folder's name until it is whole
 
 
 class CheckpointWriter:
@@ -73,29 +75,42 @@ class CheckpointWriter:
     def write(self, folder: Path) -> None:
         """Write the checkpoint: `folder` is there when it is whole, and not before. Collective.
 
-        Raises WeightSyncError, on every rank, where one of them cannot write.
+        What an earlier try has left of it is removed first. Raises CheckpointError, on every rank
+        and with nothing left, where one of them cannot write, or where `folder` is there already.
         """
-        part = folder.with_name(folder.name + _WRITING)
-        self._step(lambda: self._lay_out(part) if self._rank == 0 else None)
-        self._step(lambda: self._fill(part))
-        self._step(lambda: _publish_folder(part, folder) if self._rank == 0 else None)
+        part = folder.with_name(folder.name + PARTIAL)
+        is_first = self._rank == 0
+        try:
+            self._step(folder, lambda: self._lay_out(part, folder) if is_first else None)
+            self._step(folder, lambda: self._fill(part))
+            self._step(folder, lambda: _publish_folder(part, folder) if is_first else None)
+        except CheckpointError:
+            if is_first:
+                shutil.rmtree(part, ignore_errors=True)
+            raise
 
-    def _step(self, work: Callable[[], object]) -> None:
+    def _step(self, folder: Path, work: Callable[[], object]) -> None:
         """Have every rank do its part; all raise where one fails."""
         error = ""
         try:
             work()
         except Exception as caught:  # noqa: BLE001 - raised on all ranks, which wait for it
-            error = f"learner rank {self._rank}: {in_words(caught)}"
+            has_text = isinstance(caught, OSError) and caught.strerror and not caught.filename
+            text = caught.strerror if has_text else in_words(caught)
+            error = f"learner rank {self._rank}: {text}"
         errors = [text for text in from_all(self._group, error) if text]
         if errors:
-            raise WeightSyncError(
-                f"the policy was not written to disk: {'; '.join(errors)}; weight_sync.disk_dir "
-                "must be a folder with room on a file system that all nodes share"
+            raise CheckpointError(
+                f"{folder}: the policy was not written there: {'; '.join(errors)}; it takes "
+                f"{bytes_text(self.num_bytes)} on a file system that all nodes share"
             )
 
-    def _lay_out(self, part: Path) -> None:
+    def _lay_out(self, part: Path, folder: Path) -> None:
         """Rank 0: all files in their sizes with their headers, and what is not weights."""
+        if folder.exists():
+            raise CheckpointError(f"{folder} exists already, and nothing is overwritten")
+        if part.exists():
+            shutil.rmtree(part)
         part.mkdir(parents=True)
         for file in self.files:
             with (part / file.name).open("wb") as opened:

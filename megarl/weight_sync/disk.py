@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl.errors import CheckpointError, WeightSyncError
 from megarl.types import ServerEndpoint, SyncReport
 from megarl.weight_sync.checkpoint_files import CheckpointWriter
 from megarl.weight_sync.probe import Probe
@@ -51,7 +52,10 @@ class DiskSync:
         publish = Publish(version, self._pause, until)
         name = from_first(self._group, f"v{version:06d}-{secrets.token_hex(4)}")
         folder = self._root / name
-        self._writer.write(folder)
+        try:
+            self._writer.write(folder)
+        except CheckpointError as error:
+            raise WeightSyncError(f"{error}; see weight_sync.disk_dir") from error
         readers = [
             _Reader(server, publish, folder) for server in (servers if self._rank == 0 else ())
         ]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
 
 from megarl.config.schema import Config
+from megarl.controller.ending import Ending
 from megarl.controller.loop import Loop
 from megarl.errors import MegarlError, RewardError, RolloutError
 from megarl.types import Group, Prompt
@@ -75,6 +77,66 @@ def collect(rollout: Rollout, reward: Reward, buffer: Buffer) -> list[Group]:
     parts.update(config=config, rollout=rollout, reward=reward, buffer=buffer, samples=samples)
     prompts = [Prompt(f"p{index}", (1,), "", "") for index in range(4)]
     return asyncio.run(cast(Any, Loop(**parts))._collect(prompts, 7))
+
+
+class Saves:
+    """Checkpoints and the turn of a run that ends early: what is saved, with which cursor."""
+
+    def __init__(self, saved: int = -1) -> None:
+        self.saved, self.made = saved, list[tuple[int, object]]()
+
+    async def settle(self) -> None:
+        self.made.append((self.saved, "settled"))
+
+    def is_saved(self, version: int) -> bool:
+        return version == self.saved
+
+    async def save(self, version: int, prompts: object, must: bool) -> None:
+        assert must
+        self.made.append((version, prompts))
+
+    @asynccontextmanager
+    async def visit(self, stage: str) -> AsyncIterator[None]:
+        assert stage == "saving"
+        yield
+
+
+@pytest.mark.parametrize(
+    ("saved", "start", "expected"),
+    [
+        (4, 2, [(4, "settled"), (6, {"cursor": "before the draw"})]),
+        (6, 2, [(6, "settled")]),  # saved, or about to be
+        (2, 6, [(2, "settled")]),  # what this start began with
+    ],
+)
+async def test_run_that_is_to_end_drops_what_is_generated_and_saves_what_is_not_saved(
+    saved: int, start: int, expected: list[tuple[int, object]]
+) -> None:
+    saves, ending = Saves(saved), Ending()
+    dropped = asyncio.Event()
+
+    class Endless(Rollout):
+        async def collect(self, prompts: Sequence[Prompt], version: int) -> AsyncIterator[Group]:
+            ending.ask("SIGUSR1")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                dropped.set()
+            yield
+
+    class Prompts:
+        state, draw = (lambda self: {"cursor": "before the draw"}), (lambda self, number: [])
+
+    parts: dict[str, Any] = dict.fromkeys(Loop.__slots__)
+    config = Config.model_validate({"actor": {"model": "m"}})
+    parts.update(config=config, rollout=Endless(), reward=Reward(), prompts=Prompts())
+    parts.update(ending=ending, checkpoints=saves, turn=saves)
+    loop = cast(Any, Loop(**parts))
+    # from version 6 on, as if those before had been made since `start`
+    step = loop._collect([], 6)
+    assert await ending.unless(step) is None and dropped.is_set()
+    await loop._end_early(6, start, {"cursor": "before the draw"})
+    assert saves.made == expected
 
 
 def test_groups_are_scored_side_by_side_and_each_is_added_once_at_its_version() -> None:

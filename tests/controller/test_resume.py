@@ -1,123 +1,131 @@
-"""Checkpoints are whole or do not exist, and the newest whole one is continued from."""
+"""The newest checkpoint without damage is continued from, and damaged ones are told of."""
 
 import asyncio
+import io
 import json
-import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 
-from megarl.config.schema import Config
-from megarl.controller import resume
-from megarl.controller.resume import Checkpoints, newest, whole_checkpoints
-from megarl.errors import CheckpointError, LearnerError
-from megarl.learner.client import LearnerClient
+from megarl.controller.resume import newest, whole_checkpoints
+from megarl.controller.training import restore_newest
+from megarl.errors import CheckpointError
+from megarl.observe.metrics import MetricsLog
+from megarl.observe.progress import Progress
 from tests.hostile import SEEDED, hurt
 
 
-class SavingLearner:
-    """Writes one file where the learner would write its shards; fails where told to."""
+def write(run_dir: Path, version: int) -> Path:
+    """A checkpoint of one file beside its list."""
+    folder = run_dir / "checkpoints" / f"v{version:06d}"
+    (folder / "megatron").mkdir(parents=True)
+    (folder / "megatron/shard").write_bytes(bytes(version))
+    (folder / "megatron/files.json").write_text(json.dumps({"shard": f"{version} 9f31c2"}))
+    state = {"version": version, "prompts": {"position": version}, "metrics": {}}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "COMPLETE").touch()
+    return folder
 
-    def __init__(self) -> None:
-        self.fails = False
 
-    async def save(self, path: str, version: int) -> None:
-        Path(path).mkdir(parents=True)
-        (Path(path) / "shard").write_text(str(version))
-        if self.fails:
-            raise LearnerError("save: disk full")
+class Loading:
+    """A learner, and a prompt source, of a run that begins. `bad` are versions that fail checks."""
+
+    def __init__(self, *bad: int) -> None:
+        self.bad, self.loaded, self.position = bad, 0, -1
+
+    async def check_saved(self, path: Path) -> None:
+        if int(path.parent.name[1:]) in self.bad:
+            raise CheckpointError(f"{path}: 1 of 2 files are not as they were saved")
+
+    async def load(self, path: str) -> int:
+        self.loaded = int(Path(path).parent.name[1:])
+        return self.loaded
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+    async def sweep(self) -> None:
+        pass
 
 
-def checkpoints(run_dir: Path, keep: int = 2, every: int = 2) -> tuple[Checkpoints, SavingLearner]:
-    learner = SavingLearner()
-    config = Config.model_validate(
-        {
-            "actor": {"model": "m"},
-            "checkpoint": {"keep": keep, "every": every},
-            "loop": {"versions": 7},
-        }
+def restored(run_dir: Path, learner: Loading) -> str:
+    """What is told while a run finds its checkpoint."""
+    told = io.StringIO()
+    loop = SimpleNamespace(
+        learner=learner,
+        prompts=learner,
+        checkpoints=learner,
+        exports=learner,
+        metrics=MetricsLog(run_dir),
+        progress=Progress(9, told),
     )
-    return Checkpoints(config, run_dir, cast(LearnerClient, learner)), learner
-
-
-def test_newest_whole_checkpoint_is_found_with_its_state(tmp_path: Path) -> None:
-    saver, _ = checkpoints(tmp_path)
-    for version in (2, 4):
-        asyncio.run(saver.save(version, {"position": version * 10}))
-    saved = newest(tmp_path)
-    assert saved is not None
-    assert (saved.version, saved.prompts) == (4, {"position": 40})
-    assert (saved.weights / "shard").read_text() == "4"
+    asyncio.run(restore_newest(cast(Any, loop), run_dir))
+    return told.getvalue()
 
 
 def test_run_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
     assert newest(tmp_path) is None
+    learner = Loading()
+    assert restored(tmp_path, learner) == "" and learner.position == -1
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    saver, _ = checkpoints(tmp_path, keep=2)
+def test_undamaged_newest_checkpoint_is_loaded_and_nothing_is_said(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    write(tmp_path, 4)
+    learner = Loading()
+    assert restored(tmp_path, learner) == ""
+    assert (learner.loaded, learner.position) == (4, 4)
+
+
+def test_damaged_checkpoint_is_set_aside_with_one_line_for_the_one_before(tmp_path: Path) -> None:
     for version in (2, 4, 6):
-        asyncio.run(saver.save(version, {}))
-    assert [p.name for p in whole_checkpoints(tmp_path / "checkpoints")] == ["v000004", "v000006"]
+        write(tmp_path, version)
+    learner = Loading(6)
+    told = restored(tmp_path, learner)
+    assert (learner.loaded, learner.position) == (4, 4)
+    folder = tmp_path / "checkpoints"
+    assert told == (
+        f"{folder}/v000006/megatron: 1 of 2 files are not as they were saved. It is now "
+        f"{folder}/v000006.damaged; continuing from v000004\n"
+    )
+    assert [path.name for path in whole_checkpoints(folder)] == ["v000002", "v000004"]
 
 
-def test_save_that_fails_leaves_the_older_one_to_continue_from(tmp_path: Path) -> None:
-    saver, learner = checkpoints(tmp_path)
-    asyncio.run(saver.save(2, {}))
-    learner.fails = True
-    with pytest.raises(LearnerError):
-        asyncio.run(saver.save(4, {}))
+@pytest.mark.parametrize("harm", ["short", "gone", "no list", "broken list", "broken state"])
+def test_harm_that_shows_without_reading_weights_is_seen_at_once(tmp_path: Path, harm: str) -> None:
+    write(tmp_path, 2)
+    folder = write(tmp_path, 4)
+    listed = folder / "megatron/files.json"
+    match harm:
+        case "short":
+            (folder / "megatron/shard").write_bytes(bytes(3))
+        case "gone":
+            (folder / "megatron/shard").unlink()
+        case "no list":
+            listed.write_text("")
+        case "broken list":
+            listed.write_text('{"shard": ""}')
+        case _:
+            (folder / "state.json").write_text("{")
     saved = newest(tmp_path)
     assert saved is not None and saved.version == 2
-    learner.fails = False
-    asyncio.run(saver.save(4, {}))
-    saved = newest(tmp_path)
-    assert saved is not None and saved.version == 4
+    learner = Loading()
+    assert "v000004" in restored(tmp_path, learner)
+    assert learner.loaded == 2
 
 
-def test_state_that_cannot_be_read_names_the_file_and_what_to_do(tmp_path: Path) -> None:
-    saver, _ = checkpoints(tmp_path)
-    asyncio.run(saver.save(2, {}))
-    (tmp_path / "checkpoints/v000002/state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"v000002/state.json.*remove that folder"):
+def test_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    (write(tmp_path, 4) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"none of 2 .*v000004/state.json: .*remove them"):
+        restored(tmp_path, Loading(2))
+    assert len(whole_checkpoints(tmp_path / "checkpoints")) == 2
+    (tmp_path / "checkpoints/v000002/megatron/shard").unlink()
+    with pytest.raises(CheckpointError, match=r"none of 2 .*v000002/megatron/shard: No such file"):
         newest(tmp_path)
-
-
-def test_last_version_is_saved_whatever_the_interval(tmp_path: Path) -> None:
-    saver, _ = checkpoints(tmp_path, every=0)
-    assert [version for version in range(1, 8) if saver.is_due(version)] == [7]
-    saver, _ = checkpoints(tmp_path, every=3)
-    assert [version for version in range(1, 8) if saver.is_due(version)] == [3, 6, 7]
-
-
-def test_checkpoint_whose_removal_was_cut_short_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver, _ = checkpoints(tmp_path, keep=1)
-    asyncio.run(saver.save(2, {}))
-
-    def killed(folder: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(resume.shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        resume._remove(tmp_path / "checkpoints/v000002")
-    assert newest(tmp_path) is None
-
-
-def test_copy_of_a_checkpoint_is_neither_continued_from_nor_removed(tmp_path: Path) -> None:
-    saver, _ = checkpoints(tmp_path, keep=1)
-    asyncio.run(saver.save(2, {}))
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(folder / "v000002", folder / "v000002-best")
-    shutil.copytree(folder / "v000002", folder / "vbest")
-    asyncio.run(saver.save(4, {}))
-    assert [path.name for path in whole_checkpoints(folder)] == ["v000004"]
-    assert (folder / "v000002-best" / "COMPLETE").exists()
-    saved = newest(tmp_path)
-    assert saved is not None and saved.version == 4
 
 
 def test_version_of_seven_digits_is_newer_than_one_of_six(tmp_path: Path) -> None:
@@ -128,7 +136,7 @@ def test_version_of_seven_digits_is_newer_than_one_of_six(tmp_path: Path) -> Non
     assert whole_checkpoints(tmp_path)[-1].name == "v1000000"
 
 
-STATE = {"version": 4, "prompts": {"pass": 0, "position": 3}}
+STATE = {"version": 4, "prompts": {"pass": 0, "position": 3}, "metrics": {"reward/mean": 0.5}}
 
 
 @SEEDED

@@ -83,8 +83,10 @@ def run(case: Case, ranks: Ranks, folder: Path, name: str) -> None:
 
     from megarl.compat.megatron_checkpoint import content
     from megarl.config.schema import LearnerConfig, LearnerParallelConfig
-    from megarl.learner import checkpoint, model
+    from megarl.learner import model
+    from megarl.learner.checkpoint import Training
     from megarl.learner.optimizer import Optimizer
+    from megarl.learner.saving import Saving
 
     sizes = {axis: getattr(case.mesh, axis) for axis in ("tp", "pp", "vpp", "ep", "etp")}
     learner = LearnerConfig(parallel=LearnerParallelConfig(**sizes))
@@ -106,7 +108,9 @@ def run(case: Case, ranks: Ranks, folder: Path, name: str) -> None:
         dist_checkpointing.save(state, str(out), content_metadata=described)
         return  # Megatron looks for other names than those that it has by default
     optimizer = Optimizer(built, learner.optimizer, torch.bfloat16, decay_steps=1)
-    checkpoint.save(checkpoint.Training(built, optimizer, ranks, case.shape), out, version=7)
+    saving = Saving(Training(built, optimizer, ranks, case.shape))
+    saving.begin(str(out), 7)
+    saving.end(wait=True)
     for load in (
         lambda: built.load_state_dict(
             dist_checkpointing.load(

@@ -77,11 +77,11 @@ def controller(run_dir: Path, behavior: str) -> int:
     from megarl.config.schema import Config
     from megarl.launch import run
 
-    async def train(config, where, inputs, reward, learner, servers) -> None:  # type: ignore[no-untyped-def]
+    async def train(config, where, inputs, reward, learner, servers, ending) -> None:  # type: ignore[no-untyped-def]
         (run_dir / "training").touch()
         if behavior == "disk full":
             raise OSError(errno.ENOSPC, "No space left on device")
-        await asyncio.sleep(0 if behavior == "done" else 60)
+        await ending.unless(asyncio.sleep(0 if behavior == "done" else 60))
 
     run.load_inputs = lambda config: None  # type: ignore[assignment, return-value]
     run.note_on = lambda config, inputs: ""  # type: ignore[assignment]
@@ -101,6 +101,8 @@ def controller(run_dir: Path, behavior: str) -> int:
     )
     python.chmod(0o755)
     launch = {"device": "cpu", "kind": "local", "learner_python": str(python)}
+    if behavior == "time limit":
+        launch["time_limit_s"] = 301.0  # and the last 300 are for the end
     reward = {"kind": "function", "function": f"{__file__}:nope"}
     groups = {"actor": {"model": "m"}, "launch": launch, "reward": reward, "rollout": rollout}
     config = Config.model_validate({**groups, "deadline": {"server_answer_s": 0.5}})

@@ -49,12 +49,14 @@ def test_each_start_has_its_own_id_and_knows_the_earlier_one(tmp_path: Path) -> 
 
 def test_continuing_with_other_settings_is_refused_and_names_them(tmp_path: Path) -> None:
     begin(tmp_path, config())
-    other = config(run={"seed": 1}, learner={"optimizer": {"lr": 0.5}}, rollout={"servers": 2})
+    rollout = {"samples_per_prompt": 2}
+    other = config(run={"seed": 1}, learner={"optimizer": {"lr": 0.5}}, rollout=rollout)
     with pytest.raises(ConfigError) as refused, open_run_folder(other, tmp_path):
         pass
     assert refused.value.exit_status == 2
     changes = (
-        "learner.optimizer.lr was 1e-06, is 0.5; rollout.servers was 1, is 2; run.seed was 0, "
+        "learner.optimizer.lr was 1e-06, is 0.5; rollout.samples_per_prompt was 16, is 2; "
+        "run.seed was 0, "
     )
     assert f"other settings: {changes}is 1. Continue" in str(refused.value)
 
@@ -65,7 +67,11 @@ def test_continuing_longer_and_elsewhere_is_allowed(tmp_path: Path) -> None:
         loop={"versions": 500},
         launch={"kind": "local"},
         deadline={"sync_s": 5.0},
-        checkpoint={"keep": 9, "every": 3},
+        checkpoint={"keep": 9, "every": 3, "best": "eval/accuracy"},
+        export={"last": True},
+        learner={"parallel": {"tp": 2, "pp": 2}, "recompute": {"granularity": "full"}},
+        placement={"mode": "colocated"},
+        rollout={"servers": 2, "parallel": {"tp": 2}},
         weight_sync={"mode": "hf"},
         observe={"wandb": "off"},
     )

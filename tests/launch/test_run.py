@@ -141,6 +141,22 @@ def test_finished_run_ends_with_status_0_and_leaves_nothing(run: Run) -> None:
     assert (run.run_dir / "config.toml").exists()
 
 
+def test_usr1_ends_the_run_early_with_a_status_of_its_own(run: Run) -> None:
+    below = run.until_running()
+    run.process.send_signal(signal.SIGUSR1)
+    status, stderr = run.end(limit_s=15)
+    assert status == os.EX_TEMPFAIL
+    assert "ended early: SIGUSR1" in stderr
+    assert are_gone(below)
+
+
+@pytest.mark.parametrize("run", ["time limit"], indirect=True)
+def test_run_ends_early_before_its_time_limit(run: Run) -> None:
+    status, stderr = run.end(limit_s=30)
+    assert status == os.EX_TEMPFAIL
+    assert "ended early: the time limit is 300 s away (checkpoint.before_end_s)" in stderr
+
+
 def run_id(run: Run) -> str:
     return str(json.loads((run.run_dir / "run.lock").read_text())["run_id"])
 

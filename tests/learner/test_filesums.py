@@ -32,7 +32,7 @@ def test_one_flipped_bit_is_refused_by_the_name_of_its_file(folder: Path) -> Non
     damaged = bytearray(1000)
     damaged[500] ^= 64
     (folder / "__0_0.distcp").write_bytes(damaged)
-    with pytest.raises(CheckpointError, match=r"1 of 2 files .* first __0_0.distcp: 1000 .*remove"):
+    with pytest.raises(CheckpointError, match=r"1 of 2 files .* first __0_0.distcp: 1000 .*older"):
         check_files(folder)
 
 

@@ -85,6 +85,11 @@ class Run:
         path = self.dir / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def is_saved(self, version: int) -> bool:
+        """Whether the checkpoint of a version, or one that took its place, is whole by now."""
+        folders = (self.dir / "checkpoints").glob("v??????/COMPLETE")
+        return any(int(path.parent.name[1:]) >= version for path in folders)
+
     def until(self, happened: Callable[[], bool], timeout_s: float = START_S) -> None:
         """Wait for something of a run that must go on meanwhile."""
         assert self.process is not None

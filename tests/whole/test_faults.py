@@ -85,12 +85,12 @@ def test_killed_scheduler_is_replaced_and_no_prompt_is_lost_or_used_twice(
     )
 
 
-def test_killed_learner_rank_ends_the_run_with_its_name_and_the_same_command_resumes(
+def test_killed_learner_rank_ends_the_run_with_its_name_and_another_layout_resumes_it(
     quickstart: Callable[..., Run],
 ) -> None:
-    run = quickstart("--loop.versions", "6", "--checkpoint.every", "2")
+    run = quickstart("--loop.versions", "6", "--checkpoint.every", "2", "--export.last")
     run.start()
-    run.until(lambda: len(run.rows) >= 3)
+    run.until(lambda: len(run.rows) >= 3 and run.is_saved(2))
     held = shared_memory(run)
     killed_s = time.monotonic()
     learner_rank(run, 1).send_signal(signal.SIGKILL)
@@ -103,8 +103,11 @@ def test_killed_learner_rank_ends_the_run_with_its_name_and_the_same_command_res
     assert not left_in_shm(run, held)
     assert run.left_in_temp() == []
 
+    run.add("--learner.parallel.tp", "1", "--learner.parallel.pp", "2")
     assert run.finish()
     assert [row["step"] for row in run.rows] == list(range(6))
+    assert all(row["mismatch/mean_abs_logprob"] < 1e-4 for row in run.rows)
+    assert (run.dir / "export/v000006/model.safetensors").is_file()
     assert any(event["event"] == "resume" and event["version"] >= 2 for event in run.events)
     assert "continuing at version" in run.output
 
@@ -114,7 +117,7 @@ def test_interrupted_run_is_gone_within_fifteen_seconds_and_resumes(
 ) -> None:
     run = quickstart("--loop.versions", "40", "--checkpoint.every", "2")
     run.start()
-    run.until(lambda: len(run.rows) >= 3)
+    run.until(lambda: len(run.rows) >= 3 and run.is_saved(2))
     held = shared_memory(run)
     assert run.process is not None
     interrupted_s = time.monotonic()

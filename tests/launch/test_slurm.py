@@ -1,0 +1,22 @@
+"""When a Slurm job ends, as far as can be told without one; a real one is in tests/slurm."""
+
+import pytest
+
+from megarl.launch.slurm import end_time_s
+
+
+def test_end_of_a_job_is_what_slurm_says_in_the_environment() -> None:
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1764560000"}
+    assert end_time_s(environment) == 1764560000.0
+
+
+def test_there_is_no_end_outside_a_job() -> None:
+    assert end_time_s({"SLURM_JOB_END_TIME": "1764560000"}) is None
+
+
+def test_end_that_slurm_does_not_tell_is_none_and_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert end_time_s({"SLURM_JOB_ID": "7"}) is None
+    assert "the job's end is unknown" in caplog.text
