@@ -36,7 +36,7 @@ class MemoryMeter:
     def __init__(
         self, device: torch.device, state_bytes: Callable[[], int], predicted: RankMemory
     ) -> None:
-        self._device, self._state_bytes, self._predicted = device, state_bytes, predicted
+        self._device, self._state_bytes, self.predicted = device, state_bytes, predicted
         self._peaks: dict[Phase, int] = {}
         self._state = 0
 
@@ -67,18 +67,18 @@ class MemoryMeter:
         found: dict[str, int] = {}
         for name in PHASES:
             if name in self._peaks:
-                found[f"memory/{name}_predicted_bytes"] = self._predicted.peaks[name]
+                found[f"memory/{name}_predicted_bytes"] = self.predicted.peaks[name]
                 found[f"memory/{name}_{kind}_bytes"] = self._peaks[name]
         if self._state:
-            found["memory/state_predicted_bytes"] = self._predicted.state.total
+            found["memory/state_predicted_bytes"] = self.predicted.state.total
             found["memory/state_bytes"] = self._state
         self._peaks, self._state = {}, 0
         return _largest(found, self._device)
 
     def tell(self) -> None:
         """One line of the log for what is predicted. Collective over all ranks."""
-        predicted: dict[str, int] = dict(self._predicted.peaks)
-        predicted |= {"state": self._predicted.state.total, "host": self._predicted.host.total}
+        predicted: dict[str, int] = dict(self.predicted.peaks)
+        predicted |= {"state": self.predicted.state.total, "host": self.predicted.host.total}
         most = _largest(predicted, self._device)
         if dist.get_rank() == 0:
             words = " ".join(f"{name}_bytes={value}" for name, value in most.items())

@@ -53,6 +53,8 @@ class Kept:
     products. `shared`: of shared experts.
 
     `core_begins` is what attention begins with that is kept only where it is computed again.
+    `moe_passing` and `passing` are kept by nothing: what experts have besides while they run, and
+    any part of the layer.
     """
 
     stream: int = 0
@@ -67,6 +69,8 @@ class Kept:
     activated: int = 0
     shared: int = 0
     core_begins: int = 0
+    moe_passing: int = 0
+    passing: int = 0
 
     @property
     def total(self) -> int:
@@ -131,7 +135,7 @@ def layer_kept(sizes: Sizes, kind: str) -> Kept:
     shape = sizes.shape
     hidden = sizes.scattered(shape.hidden_size)
     kept = _latent(sizes, shape.mla) if shape.mla is not None else _grouped(sizes)
-    kept = replace(kept, stream=2 * hidden)
+    kept = replace(kept, stream=2 * hidden, passing=kept.passing + _gloo(sizes))
     if kind == "dense":
         norm = hidden + sizes.normed(shape.hidden_size)
         return replace(kept, mlp=norm + _gated(sizes, shape.intermediate_size))
@@ -164,6 +168,7 @@ def _grouped(sizes: Sizes) -> Kept:
         return Kept(
             attention=norm + before + sizes.whole(rotated) + query,
             core=query + fused + _local_core(sizes, heads, 2 * key),
+            passing=_gathered(sizes, 2 * key),
             core_begins=query + key + (0 if shape.qk_norm else fused),
         )
     return Kept(
@@ -190,7 +195,14 @@ def _latent(sizes: Sizes, mla: LatentAttention) -> Kept:
     if local:
         # Values are padded to the width of keys.
         core = 4 * query + _local_core(sizes, heads, 2 * query)
-        return Kept(norms=norm, attention=down + value, heads=up, core=core, core_begins=all_heads)
+        return Kept(
+            norms=norm,
+            attention=down + value,
+            heads=up,
+            core=core,
+            core_begins=all_heads,
+            passing=_gathered(sizes, 2 * query),
+        )
     core = sizes.whole(heads, FP32)
     return Kept(norms=norm, attention=down + value, heads=up + all_heads, core=core)
 
@@ -206,11 +218,33 @@ def _local_core(sizes: Sizes, heads: int, keys_and_values: int) -> int:
     return sizes.whole(heads, FP32) + sizes.whole(places, INDEX) + (cp - 1) * keys_and_values
 
 
+def _gloo(sizes: Sizes) -> int:
+    """What CPUs still hold of the hidden states that tensor ranks have gathered and scattered.
+
+    Gloo takes copies, and its threads let go of them some time after the result is there. Measured:
+    eight at most, of all tokens (tests/learner/test_peaks.py).
+    """
+    cuts = sizes.cuts
+    return 8 * sizes.whole(sizes.shape.hidden_size) if cuts.local and cuts.tp > 1 else 0
+
+
+def _gathered(sizes: Sizes, keys_and_values: int) -> int:
+    """The same of keys and values of all context ranks, before and after they are in order, and
+    what attention with a mask works on besides."""
+    cp = sizes.cuts.cp
+    return 4 * cp * keys_and_values if cp > 1 else 0
+
+
 def _experts(sizes: Sizes, moe: MixtureOfExperts) -> dict[str, int]:
     """Router, routed experts with as many tokens each, shared experts."""
     cuts, shape = sizes.cuts, sizes.shape
     chosen = -(-sizes.num_tokens // cuts.sequence) * moe.experts_per_token * cuts.etp
     inner = chosen * -(-moe.expert_intermediate_size // cuts.etp) * sizes.element
+    outputs = chosen * shape.hidden_size * sizes.element  # of experts, and in the tokens' order
+    if cuts.local:  # and expert by expert
+        outputs += 2 * outputs + (3 * outputs if cuts.ep * cuts.etp > 1 else 0)
+    else:
+        outputs *= 2
     places = sizes.scattered(moe.num_experts, INDEX)  # of tokens, sorted by expert
     scores = sizes.scattered(moe.experts_per_token, INDEX + FP32)
     if moe.scoring == "sigmoid":  # of all experts, and the sum of the chosen
@@ -224,4 +258,5 @@ def _experts(sizes: Sizes, moe: MixtureOfExperts) -> dict[str, int]:
         "expanded": 2 * inner,
         "activated": (1 if cuts.fused else 4) * inner + chosen * FP32,
         "shared": shared,
+        "moe_passing": outputs,
     }

@@ -49,16 +49,18 @@ PRECISE = ("embedding", "output_layer", "router", "norm")  # in names of what it
 @dataclass(frozen=True, slots=True)
 class HostBytes:
     """Host memory of one rank. `parked`: weights and optimizer state while they are offloaded;
-    `frozen`: the reference; `optimizer`: what of the optimizer's state is always there."""
+    `frozen`: the reference; `swapped`: the policy besides, while a reference in float8 is in its
+    place; `optimizer`: what of the optimizer's state is always there."""
 
     parked: int = 0
     frozen: int = 0
+    swapped: int = 0
     optimizer: int = 0
 
     @property
     def total(self) -> int:
-        """All at one time."""
-        return self.parked + self.frozen + self.optimizer
+        """The most at one time: the policy is swapped out while nothing is offloaded."""
+        return max(self.parked, self.swapped) + self.frozen + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def predict(
     host = HostBytes(
         parked=state.weights + state.optimizer if colocated else 0,
         frozen=0 if config.kl.coef == 0 else frozen_bytes(config, held, buffers),
+        swapped=_swapped_bytes(config, held, buffers),
         optimizer=state.optimizer_host,
     )
     return RankMemory(policy, critic, tuple(works), host, peaks)
@@ -211,15 +214,27 @@ def frozen_bytes(config: Config, held: Iterable[LocalTensor], buffers: Collectio
     element, total = _element(config), 0
     for tensor in held:
         count = math.prod(tensor.shape)
-        precise = len(tensor.shape) < 2 or any(word in tensor.name for word in PRECISE)
         if tensor.name in buffers:
             total += count * MAIN_BYTES
-        elif config.reference.storage == "policy" or precise:
+        elif config.reference.storage == "policy" or _is_precise(tensor):
             total += count * element
         else:
             blocks = math.prod(-(-size // FP8_BLOCK) for size in tensor.shape)
             total += count + blocks * MAIN_BYTES
     return total
+
+
+def _swapped_bytes(config: Config, held: Iterable[LocalTensor], buffers: Collection[str]) -> int:
+    """The policy's tensors whose frozen ones are in float8."""
+    if config.kl.coef == 0 or config.reference.storage != "fp8":
+        return 0
+    tensors = (tensor for tensor in held if tensor.name not in buffers and not _is_precise(tensor))
+    return sum(math.prod(tensor.shape) for tensor in tensors) * _element(config)
+
+
+def _is_precise(tensor: LocalTensor) -> bool:
+    """Whether a frozen model keeps it as it is, in float8 too."""
+    return len(tensor.shape) < 2 or any(word in tensor.name for word in PRECISE)
 
 
 def _swap_bytes(config: Config, held: Sequence[LocalTensor]) -> int:

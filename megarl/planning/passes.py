@@ -191,4 +191,5 @@ def stage_work(
 
 def _widest(layer: Kept) -> int:
     """The part of a layer that takes most while it is computed."""
-    return max(layer.attention + layer.heads + layer.core, layer.mlp, layer.moe)
+    parts = (layer.attention + layer.heads + layer.core, layer.mlp, layer.moe + layer.moe_passing)
+    return max(parts) + layer.passing
