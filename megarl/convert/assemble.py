@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from megarl.convert.numbers import Bits
 from megarl.convert.opened import Checkpoint
 from megarl.convert.stored import Cast
-from megarl.convert.target import Target
+from megarl.convert.target import Target, Tensors
 from megarl.errors import CheckpointError
 from megarl.reshard.execute import slices
-from megarl.reshard.layout import Box, Padding, local_box, overlap
+from megarl.reshard.layout import Box, Padding, local_box, overlap, within
 from megarl.reshard.moves import Move
 from megarl.reshard.plan import Plan
 
@@ -35,11 +35,11 @@ class Assembled:
         for padding in self._paddings:
             shared = overlap(padding.box, box)
             if shared is not None:
-                out[slices(_within(shared, box))] = 0
+                out[slices(within(shared, box))] = 0
         for target, move in self._moves:
             shared = overlap(target, box)
             if shared is not None:
-                self._move(move, _within(shared, target), out[slices(_within(shared, box))])
+                self._move(move, within(shared, target), out[slices(within(shared, box))])
 
     def _move(self, move: Move, part: Box, out: Bits) -> None:
         """Read the part of a move's box, counted from where its box begins."""
@@ -59,17 +59,11 @@ class Assembled:
             raise CheckpointError(f"{move.tensor}: {error}") from error
 
 
-def _within(box: Box, outer: Box) -> Box:
-    """The box counted from where the outer one begins."""
-    return tuple(
-        (start - first, end - first) for (start, end), (first, _) in zip(box, outer, strict=True)
-    )
-
-
-def assembled(
-    source: Checkpoint, target: Target, plan: Plan, number: int
-) -> Iterator[tuple[str, Assembled]]:
+def assembled(source: Checkpoint, target: Target, plan: Plan, number: int) -> Tensors:
     """(local name, tensor) of each tensor of file `number`, in the file's order."""
+    if number >= len(target.layout.rank_ids):
+        yield from target.kept(number)
+        return
     moves: dict[str, list[Move]] = {}
     for move in plan.receives(number):
         moves.setdefault(move.dst_local, []).append(move)

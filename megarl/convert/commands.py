@@ -44,11 +44,14 @@ that was killed goes on when the same command is given again. Nothing is overwri
   --to FORMAT           hf or torch_dist; default the one that SRC has not
   --dtype TYPE          bf16, fp16 or fp32, of all weights but the router's bias, or fp8 (to hf):
                         float8 in blocks of 128 x 128; default as they are, but float8 as bf16 in
-                        torch_dist
+                        torch_dist; the optimizer's state stays what it is
   --model FOLDER        Hugging Face folder with the config.json of a Megatron checkpoint
   --shard-gb N          gigabytes of one file at most, default 5
   --workers N           processes that write, each a file at a time; default one for each processor,
                         at most 4
+  --no-optimizer        from torch_dist to torch_dist: leave out the optimizer's state and whatever
+                        else is beside the weights; on the way to hf it always is left out
+  --digests FILE        check the files of weights of SRC first, against a list as sha256sum writes
   --dry-run             print files, sizes and time, and write nothing; SRC may have a config.json
                         alone, and stands for a checkpoint of that model
 """
@@ -57,7 +60,10 @@ HELP: Mapping[str, str] = {"inspect": INSPECT, "compare": COMPARE, "convert": CO
 OPTIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "inspect": (("--json",), ("--model",)),
     "compare": (("--json",), ("--model",)),
-    "convert": (("--dry-run",), ("--to", "--dtype", "--model", "--shard-gb", "--workers")),
+    "convert": (
+        ("--dry-run", "--no-optimizer"),
+        ("--to", "--dtype", "--model", "--shard-gb", "--workers", "--digests"),
+    ),
 }
 """Of each command: its flags that stand alone, and those with a value."""
 
@@ -110,6 +116,8 @@ def _convert(paths: Sequence[str], flags: Mapping[str, str]) -> tuple[int, str]:
         dtype=_one_of("--dtype", flags, ("bf16", "fp16", "fp32", "fp8")),
         model=Path(flags["--model"]) if "--model" in flags else None,
         file_bytes=int(1e9 * _positive("--shard-gb", flags, 5.0)),
+        digests=Path(flags["--digests"]) if "--digests" in flags else None,
+        optimizer="--no-optimizer" not in flags,
         workers=int(_positive("--workers", flags, float(min(MAX_WORKERS, processors)), least=1.0)),
     )
     source, final = paths[0], Path(os.path.abspath(paths[1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from megarl import __version__
 from megarl.actor.parameters import Parameter
 from megarl.convert.assemble import assembled
+from megarl.convert.digests import check_digests
 from megarl.convert.formats import (
     BACKEND,
     CONFIG,
@@ -28,6 +30,7 @@ from megarl.convert.formats import (
 )
 from megarl.convert.huggingface import HuggingFaceTarget
 from megarl.convert.journal import Journal, check_free
+from megarl.convert.kept import Kept, keep
 from megarl.convert.opened import Checkpoint, expected_checkpoint, open_checkpoint
 from megarl.convert.progress import Progress
 from megarl.convert.target import Target, Tell
@@ -35,6 +38,7 @@ from megarl.convert.torch_dist import TorchDistTarget
 from megarl.convert.workers import write_all
 from megarl.errors import CheckpointError
 from megarl.float8 import BlockScaling
+from megarl.reshard.dist_checkpoint import Chunk
 from megarl.reshard.files import FLOAT8, INDEX, SINGLE
 from megarl.reshard.notation import counted, elided
 from megarl.reshard.page import bytes_text, seconds_text
@@ -43,6 +47,7 @@ from megarl.reshard.plan import Plan, make_plan
 Numbers = Literal["fp32", "fp16", "bf16", "fp8"]
 SPELLED: dict[str, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 SHOWN = 16  # files of a dry run
+MEASURED_BYTES_PER_S = 330e6  # the slower way in docs/benchmarks.md, its start included
 BESIDE_FLOAT8 = "BF16"  # of what is not quantized, where float8 is asked for; and of float8 read
 
 
@@ -55,6 +60,8 @@ class Options:
     model: Path | None = None
     file_bytes: int = 5_000_000_000
     workers: int = 1
+    optimizer: bool = True  # kept where both sides are torch_dist
+    digests: Path | None = None  # a list that the source's files of weights are checked against
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,12 @@ def _target(source: Checkpoint, to: Format, options: Options) -> Target:
     dtypes = {p.name: _dtype(p, stored[p.name], options) for p in source.layout.parameters}
     assert source.found.model is not None
     if to == "torch_dist":
-        return TorchDistTarget(shape, dtypes, source.found.model, options.file_bytes)
+        folder, stored = source.found.path, source.dist
+
+        def kept(model: Sequence[Chunk]) -> Kept | None:
+            return keep(stored, folder, model) if stored and options.optimizer else None
+
+        return TorchDistTarget(shape, dtypes, source.found.model, options.file_bytes, kept)
     quantize = BlockScaling() if options.dtype == "fp8" and shape.fp8_block is None else None
     return HuggingFaceTarget(shape, dtypes, source.found.model, options.file_bytes, quantize)
 
@@ -138,8 +150,24 @@ def describe(work: Conversion, final: Path) -> str:
     ]
     files = [f"  {file.name}  {bytes_text(file.num_bytes)}" for file in work.target.files]
     lines += elided(files, SHOWN)
-    lines.append(f"{seconds_text(work.num_bytes / 1e9)} where 1 GB is written a second")
+    lines.append(
+        f"about {_duration(work.num_bytes / MEASURED_BYTES_PER_S)} at "
+        f"{bytes_text(MEASURED_BYTES_PER_S)}/s, the rate that was measured on 2 cores "
+        "(docs/benchmarks.md); here the disk decides"
+    )
     return "\n".join(lines) + "\n"
+
+
+def _duration(seconds: float) -> str:
+    """A time that may be long.
+
+    >>> _duration(7.04), _duration(600), _duration(7000)
+    ('7.04 s', '10.0 min', '1.9 h')
+    """
+    for unit, length in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return seconds_text(seconds)
 
 
 def convert(work: Conversion, final: Path) -> str:
@@ -151,6 +179,8 @@ def convert(work: Conversion, final: Path) -> str:
     """
     begun = time.monotonic()
     check_free(final)
+    if work.options.digests is not None:
+        check_digests(work.source.files, work.options.digests, work.options.workers)
     _check_space(final.parent, work.num_bytes - _present(final))
     try:
         journal = Journal(final, _facts(work))
@@ -215,16 +245,17 @@ def _check_space(parent: Path, num_bytes: int) -> None:
 
 def _facts(work: Conversion) -> dict[str, Any]:
     """What tells this conversion from others: the source as it is now, and what is made of it."""
-    stats = [path.stat() for path in work.source.files]
-    options = work.options
+    files, options = {*work.source.files}, work.options
+    if work.source.dist:
+        folder = work.source.found.path
+        files |= {folder / METADATA, *(folder / chunk.file for chunk in work.source.dist.chunks)}
+    stats = [(path.name, path.stat()) for path in sorted(files)]
     return {
         "source": os.path.realpath(work.source.found.path),
-        "source_files": [
-            [path.name, stat.st_size, stat.st_mtime_ns]
-            for path, stat in zip(work.source.files, stats, strict=True)
-        ],
+        "source_files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
         "to": work.to,
         "dtype": options.dtype,
+        "files": [[file.name, file.num_bytes] for file in work.target.files],
         "target": work.target.layout.digest,
         "megarl": __version__,
     }

@@ -45,7 +45,7 @@ _UNREADABLE = (
 
 
 class DistCheckpoint:
-    """The folder `path`: its chunks, and the values of each.
+    """The folder `path`: its chunks and the values of each, and keys of its other objects.
 
     Raises CheckpointError where it is no such checkpoint, its metadata cannot be read, or a file is
     missing or too short.
@@ -72,6 +72,11 @@ class DistCheckpoint:
                     sizes = tuple(part.sizes)
                     chunks.append(Chunk(key, tuple(facts.size), tuple(part.offsets), sizes, file))
         self.chunks = tuple(chunks)
+        self.objects = tuple(
+            key
+            for key, facts in metadata.state_dict_metadata.items()
+            if not isinstance(facts, TensorStorageMetadata)
+        )
 
     def _check_sizes(self) -> None:
         ends: dict[str, int] = {}
@@ -147,6 +152,15 @@ class DistCheckpoint:
         except _UNREADABLE:
             return {}
         return found if isinstance(found, dict) else {}
+
+    def raw(self, key: str) -> bytes:
+        """An object as it is stored, of those named in `objects`. Raises CheckpointError."""
+        try:
+            return self._bytes(MetadataIndex(key))
+        except _UNREADABLE as error:
+            raise CheckpointError(
+                f"{self._path}: {key} cannot be read ({error}); use another checkpoint"
+            ) from error
 
     def _bytes(self, index: MetadataIndex) -> bytes:
         stored = self._storage[index]

@@ -78,6 +78,10 @@ class HuggingFaceTarget:
             name + SCALE_SUFFIX: TensorToStore("F32", blocks),
         }
 
+    def kept(self, number: int) -> Tensors:
+        """See `Target`: there is none."""
+        raise AssertionError(number)
+
     def write(self, folder: Path, number: int, tensors: Tensors, tell: Tell) -> None:
         """Write one file; see `Target`."""
         file = self._files[number]

@@ -53,6 +53,7 @@ class Checkpoint:
     dtypes: tuple[Mapping[str, str], ...]
     fp8_block: tuple[int, int] | None
     load: Callable[[int, str], Stored]
+    dist: DistCheckpoint | None = None  # where it is a torch_dist one
     _known: dict[tuple[int, str], Stored] = field(default_factory=dict)
 
     def tensor(self, rank: int, name: str) -> Stored:
@@ -183,4 +184,4 @@ def _open_torch_dist(found: Found, shape: ModelShape) -> Checkpoint:
         return stored.stored(chunk).reshaped(place(chunk).shape)
 
     paths = tuple(found.path / file for file in files)
-    return Checkpoint(found, shape, layout, paths, tuple(dtypes.values()), None, load)
+    return Checkpoint(found, shape, layout, paths, tuple(dtypes.values()), None, load, stored)

@@ -28,10 +28,16 @@ class TargetFile:
 
 
 class Target(Protocol):
-    """A checkpoint to write. Rank i of `layout` is `files[i]`, whose tensors are its local ones."""
+    """A checkpoint to write. Rank i of `layout` is `files[i]`, whose tensors are its local ones.
+
+    Files beyond the layout's ranks are of what is kept as the source has it.
+    """
 
     layout: Layout
     files: tuple[TargetFile, ...]
+
+    def kept(self, number: int) -> Tensors:
+        """The tensors of a file beyond the layout's ranks."""
 
     def write(self, folder: Path, number: int, tensors: Tensors, tell: Tell) -> Any:
         """Write file `number` of what is assembled, down to the disk; what `finish` needs of it.

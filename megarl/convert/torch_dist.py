@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,13 @@ from megarl.convert.archive import write_tensor
 from megarl.convert.dist_files import COMMON
 from megarl.convert.formats import BACKEND, RECORD
 from megarl.convert.huggingface import NAMES, policy_dtype
+from megarl.convert.kept import Kept
 from megarl.convert.numbers import TORCH
 from megarl.convert.stored import Stored, parts
 from megarl.convert.target import TargetFile, Tell, Tensors
 from megarl.errors import CheckpointError
 from megarl.reshard.dist_checkpoint import (
     Chunk,
-    chunk_files,
     dist_checkpoint_layout,
     extra_states,
     place,
@@ -63,34 +63,53 @@ class TorchDistTarget:
     """The model `shape` in files of about `file_bytes`.
 
     `dtypes` are of its parameters. `model` is the folder that config.json and the tokenizer come
-    from, which are kept beside, so that the way back is known. Raises CheckpointError where
-    parameters that Megatron keeps as one tensor have several types.
+    from, which are kept beside, so that the way back is known. `kept` gives, of the chunks of
+    weights that are written, what is kept beside them: that has files of its own. Raises
+    CheckpointError where parameters that Megatron keeps as one tensor have several types.
     """
 
     def __init__(
-        self, shape: ModelShape, dtypes: Mapping[str, str], model: Path, file_bytes: int
+        self,
+        shape: ModelShape,
+        dtypes: Mapping[str, str],
+        model: Path,
+        file_bytes: int,
+        kept: Callable[[Sequence[Chunk]], Kept | None] = lambda _: None,
     ) -> None:
         self._shape, self._model = replace(shape, fp8_block=None), model
         self._policy = policy_dtype(block_table(self._shape), dtypes)
-        self._dtypes = _chunk_dtypes(self._shape, dtypes)
-        chunks = _in_files(saved_chunks(self._shape), self._dtypes, file_bytes)
-        self._objects = {**dict.fromkeys(extra_states(chunks)), COMMON: {CONTENT_KEY: CONTENT}}
-        self.layout = dist_checkpoint_layout(self._shape, chunks)
-        self._chunks: dict[str, dict[str, Chunk]] = {chunk.file: {} for chunk in chunks}
-        for chunk in chunks:
-            self._chunks[chunk.file][place(chunk).local] = chunk
+        by_name = _chunk_dtypes(self._shape, dtypes)
+        saved = [(chunk, by_name[place(chunk).name]) for chunk in saved_chunks(self._shape)]
+        weights = [chunk for chunk, _ in saved]
+        self._kept = kept(weights)
+        groups = [saved, self._kept.chunks if self._kept else ()]
+        weights_in_files, kept_in_files = _in_files(groups, file_bytes)
+        self.layout = dist_checkpoint_layout(self._shape, [chunk for chunk, _ in weights_in_files])
+        self._files: dict[str, dict[str, _Written]] = {}
+        for chunk, dtype in weights_in_files:
+            found = place(chunk)
+            written = _Written(chunk, dtype, found.shape)
+            self._files.setdefault(chunk.file, {})[found.local] = written
+        for chunk, dtype in kept_in_files:
+            local = f"{chunk.key}@{','.join(map(str, chunk.offsets))}"
+            written = _Written(chunk, dtype, chunk.sizes)
+            self._files.setdefault(chunk.file, {})[local] = written
+        self._objects: dict[str, bytes] = {
+            **dict.fromkeys(extra_states(weights), _pickled(None)),
+            COMMON: _pickled({CONTENT_KEY: CONTENT}),
+        }
+        if self._kept:
+            self._objects |= {key: self._kept.object(key) for key in self._kept.objects}
         self.files = tuple(
-            TargetFile(file, dict(self._tensors(file)), self._num_bytes(file))
-            for file in chunk_files(chunks)
+            TargetFile(name, {n: w.to_store for n, w in held.items()}, _num_bytes(held))
+            for name, held in self._files.items()
         )
 
-    def _tensors(self, file: str) -> Iterator[tuple[str, TensorToStore]]:
-        for local, chunk in self._chunks[file].items():
-            found = place(chunk)
-            yield local, TensorToStore(self._dtypes[found.name], found.shape)
-
-    def _num_bytes(self, file: str) -> int:
-        return sum(tensor.num_bytes for _, tensor in self._tensors(file))
+    def kept(self, number: int) -> Tensors:
+        """See `Target`."""
+        assert self._kept is not None
+        for local, written in self._files[self.files[number].name].items():
+            yield local, self._kept.tensor(written.chunk)
 
     def write(self, folder: Path, number: int, tensors: Tensors, tell: Tell) -> Receipt:
         """Write one file; see `Target`."""
@@ -98,15 +117,13 @@ class TorchDistTarget:
         receipt: Receipt = []
         with (folder / file.name).open("wb") as opened:
             for local, tensor in tensors:
-                chunk, start = self._chunks[file.name][local], opened.tell()
-                dtype = file.tensors[local].dtype
-                size = write_tensor(opened, dtype, chunk.sizes, _bytes(tensor, dtype, tell))
+                written, start = self._files[file.name][local], opened.tell()
+                chunk, content = written.chunk, _bytes(tensor, written.dtype, tell)
+                size = write_tensor(opened, written.dtype, chunk.sizes, content)
                 receipt.append((chunk.key, list(chunk.offsets), start, size))
             for key, value in self._objects.items() if number == 0 else ():
-                start, object_ = opened.tell(), io.BytesIO()
-                torch.save([value], object_)
-                opened.write(object_.getbuffer())
-                receipt.append((key, None, start, opened.tell() - start))
+                receipt.append((key, None, opened.tell(), len(value)))
+                opened.write(value)
             opened.flush()
             os.fsync(opened.fileno())
         return receipt
@@ -128,16 +145,40 @@ class TorchDistTarget:
     def _metadata(self) -> Metadata:
         """Each key's shape, type and chunks."""
         facts: dict[str, Any] = {key: BytesStorageMetadata() for key in self._objects}
-        for chunks in self._chunks.values():
-            for chunk in chunks.values():
+        for held in self._files.values():
+            for written in held.values():
+                chunk = written.chunk
                 if chunk.key not in facts:
-                    dtype = TORCH[self._dtypes[place(chunk).name]]
-                    properties = TensorProperties(dtype=dtype)
+                    properties = TensorProperties(dtype=TORCH[written.dtype])
                     size = torch.Size(chunk.shape)
                     facts[chunk.key] = TensorStorageMetadata(properties, size, [])
                 where = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
                 facts[chunk.key].chunks.append(where)
         return Metadata(facts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A chunk to write, with its type and its shape in the layout."""
+
+    chunk: Chunk
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def to_store(self) -> TensorToStore:
+        return TensorToStore(self.dtype, self.shape)
+
+
+def _num_bytes(held: Mapping[str, _Written]) -> int:
+    return sum(written.to_store.num_bytes for written in held.values())
+
+
+def _pickled(value: Any) -> bytes:
+    """An object as Megatron stores one."""
+    out = io.BytesIO()
+    torch.save([value], out)
+    return out.getvalue()
 
 
 def _bytes(tensor: Stored, dtype: str, tell: Tell) -> Iterator[memoryview]:
@@ -161,16 +202,24 @@ def _chunk_dtypes(shape: ModelShape, dtypes: Mapping[str, str]) -> dict[str, str
     return found
 
 
-def _in_files(
-    chunks: Sequence[Chunk], dtypes: Mapping[str, str], file_bytes: int
-) -> tuple[Chunk, ...]:
-    """The chunks with the file of each, filled in order."""
-    number, total, placed = 0, 0, []
-    for chunk in chunks:
-        size = TensorToStore(dtypes[place(chunk).name], chunk.sizes).num_bytes
-        if total and total + size > file_bytes:
-            number, total = number + 1, 0
-        total += size
-        placed.append((chunk, number))
+Typed = tuple[Chunk, str]
+"""A chunk and the type of its numbers."""
+
+
+def _in_files(groups: Sequence[Sequence[Typed]], file_bytes: int) -> list[list[Typed]]:
+    """The chunks of each group with the file of each, filled in order; no group shares a file."""
+    number, placed = -1, []
+    for group in groups:
+        total, here = file_bytes, []
+        for chunk, dtype in group:
+            size = TensorToStore(dtype, chunk.sizes).num_bytes
+            if total + size > file_bytes:
+                number, total = number + 1, 0
+            total += size
+            here.append((chunk, dtype, number))
+        placed.append(here)
     width = len(str(number))  # so that names sort as the files are filled
-    return tuple(replace(chunk, file=f"__{n:0{width}d}_0.distcp") for chunk, n in placed)
+    return [
+        [(replace(chunk, file=f"__{n:0{width}d}_0.distcp"), dtype) for chunk, dtype, n in here]
+        for here in placed
+    ]

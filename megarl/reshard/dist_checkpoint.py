@@ -35,6 +35,7 @@ from megarl.reshard.layout import (
     num_elements,
     overlap,
     whole,
+    within,
 )
 from megarl.reshard.megatron import megatron_layout
 from megarl.reshard.mesh import LearnerMesh
@@ -228,24 +229,17 @@ class _Rank:
                     (start + low - at, start + high - at)
                     for (start, _), (low, high), at in zip(piece.box, shared, piece.at, strict=True)
                 )
-                at = tuple(box[0] for box in _within(shared, found.box))
+                at = tuple(box[0] for box in within(shared, found.box))
                 self.pieces.append(Piece(piece.tensor, box, found.local, at[lacking:]))
         for padding in paddings:
             shared = overlap(found.box, padding.box)
             if shared is not None:
-                inside = _within(shared, found.box)
+                inside = within(shared, found.box)
                 self.paddings.append(Padding(found.local, inside[lacking:]))
 
     def layout(self, number: int) -> RankLayout:
         """All of it, as rank `number`."""
         return RankLayout(number, tuple(self.tensors), tuple(self.pieces), tuple(self.paddings))
-
-
-def _within(box: Box, outer: Box) -> Box:
-    """The box counted from where the outer one begins."""
-    return tuple(
-        (start - first, end - first) for (start, end), (first, _) in zip(box, outer, strict=True)
-    )
 
 
 def _model(shape: ModelShape, known: Mapping[Chunk, Place]) -> Layout:

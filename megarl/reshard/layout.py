@@ -251,6 +251,17 @@ def whole(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+def within(box: Box, outer: Box) -> Box:
+    """The box counted from where the outer one begins.
+
+    >>> within(((4, 6), (0, 8)), ((2, 6), (0, 8)))
+    ((2, 4), (0, 8))
+    """
+    return tuple(
+        (start - first, end - first) for (start, end), (first, _) in zip(box, outer, strict=True)
+    )
+
+
 def local_box(box: Box, at: tuple[int, ...]) -> Box:
     """Where `box` lies in a local tensor that holds it from offset `at` on.
 

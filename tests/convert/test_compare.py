@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -150,3 +151,38 @@ def test_checkpoint_that_cannot_be_read_ends_with_status_2_and_one_error(
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         assert str(other) in err
+
+
+@pytest.mark.parametrize("formats", ["alike", "unlike"])
+def test_long_comparison_tells_how_far_it_is_and_how_fast(
+    formats: str, model: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    other = model
+    if formats == "unlike":
+        other = tmp_path / "b"
+        assert main(["convert", str(model), str(other)]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("megarl.convert.progress.LOGGED_EVERY_S", 0.0)
+    assert main(["compare", str(model), str(other)]) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("verdict   equal\n")
+    assert re.fullmatch(r"100\.0 %  (\S+ \S+) of \1  \S+ \S+/s  0 s left", err.splitlines()[-1])
+
+
+def test_parts_of_a_tensor_are_compared_one_after_the_other(
+    model: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[EXPERT][1:7, 3] += 1
+        tensors["model.embed_tokens.weight"][-1, -1] += 1
+
+    other = changed(model, change)
+    wanted = compared(model, other, capsys, status=1)
+    made = tmp_path / "made"
+    assert main(["convert", str(other), str(made)]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("megarl.convert.compare.PART_BYTES", 64)
+    for path in (other, made):
+        found = compared(model, path, capsys, status=1)
+        assert found["differences"] == wanted["differences"]
+        assert found["digests"] == wanted["digests"]

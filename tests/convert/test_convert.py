@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.cli import main
+from megarl.convert.convert import MEASURED_BYTES_PER_S
 from megarl.float8 import BlockScaling, dequantize, quantize
 from megarl.reshard.files import INDEX
+from megarl.reshard.page import bytes_text
 from tests.convert import models
 from tests.convert.models import FAMILIES
 from tests.reshard.models import tiny_shape
@@ -235,11 +238,51 @@ def test_wrong_option_is_one_clear_error(
     assert words in refusal(capsys, tmp_path / "a", tmp_path / "b", *options)
 
 
-def test_dry_run_of_a_config_alone_stands_for_its_model(tmp_path: Path, capsys) -> None:
-    examples = Path(__file__).parents[2] / "examples/reshard"
-    arguments = ["convert", str(examples / "llama-3.1-405b"), str(tmp_path / "b")]
-    assert main([*arguments, "--dry-run", "--shard-gb", "10"]) == 0
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "hours"),
+    [
+        ("70b", "141 GB", 141.1e9 / MEASURED_BYTES_PER_S / 3600),  # 70.55 B parameters of bf16
+        pytest.param(
+            "kimi-k2", "2.05 TB", 2053e9 / MEASURED_BYTES_PER_S / 3600, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_dry_run_of_a_config_alone_stands_for_its_model(
+    model: str, size: str, hours: float, tmp_path: Path, capsys
+) -> None:
+    folder = Path(__file__).parents[2] / "examples/reshard" / model
+    if model == "70b":
+        folder = tmp_path / "a"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(LLAMA_70B))
+    out = tmp_path / "b"
+    assert main(["convert", str(folder), str(out), "--dry-run", "--shard-gb", "10"]) == 0
     told = capsys.readouterr().out
-    assert ", 812 GB:\n" in told  # 405.85 B parameters of two bytes
-    assert told.endswith("812 s where 1 GB is written a second\n")
-    assert "no checkpoint that is read" in refusal(capsys, *map(Path, arguments[1:]))
+    count = int(re.search(r"^(\d+) files, (.*):$", told, re.MULTILINE)[1])  # type: ignore[index]
+    assert f"{count} files, {size}:\n" in told
+    files = re.findall(r"  __(\d+)_0.distcp  (\S+) GB", told)
+    assert int(files[-1][0]) == count - 1
+    assert all(float(gigabytes) <= 10.0 for _, gigabytes in files)
+    amount, unit = re.search(r"about (\S+) (min|h) at ", told).groups()  # type: ignore[union-attr]
+    assert float(amount) / (60 if unit == "min" else 1) == pytest.approx(hours, rel=0.05)
+    assert f"at {bytes_text(MEASURED_BYTES_PER_S)}/s, the rate that was measured" in told
+    assert not out.exists()
+    assert "no checkpoint that is read" in refusal(capsys, folder, out)

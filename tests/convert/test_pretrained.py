@@ -9,7 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.cli import main
+from megarl.reshard.mesh import LearnerMesh
+from tests.convert.logits import Asked, assert_logits_agree
 from tests.convert.test_convert import assert_same, tensors
+from tests.megatron_engine import Engine
 
 SMOLLM2 = Path(__file__).parents[2] / ".cache/smollm2"
 
@@ -35,3 +38,12 @@ def test_smollm2_is_the_same_after_both_ways(tmp_path: Path) -> None:
         with torch.no_grad():
             logits.append(model(tokens).logits)
     assert torch.equal(logits[0], logits[1])
+
+
+def test_logits_of_smollm2_in_megatron_are_those_of_transformers(
+    megatron_engine: Engine, tmp_path: Path
+) -> None:
+    made, asked = tmp_path / "made", tmp_path / "asked"
+    assert main(["convert", str(SMOLLM2), str(made)]) == 0
+    asked.mkdir()
+    assert_logits_agree(megatron_engine, asked, [Asked(SMOLLM2, made, LearnerMesh(pp=2))])

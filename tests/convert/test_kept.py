@@ -1,0 +1,114 @@
+"""From torch_dist to torch_dist: the optimizer goes along, or is refused or left out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+
+from megarl.cli import main
+from megarl.convert.dist_files import DistCheckpoint
+from tests.convert import models
+from tests.convert.state_ranks import CASES
+from tests.convert.test_convert import refusal
+from tests.megatron_engine import Engine
+from tests.reshard.models import random_weights
+
+
+@pytest.fixture(scope="module")
+def saved(megatron_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of all cases, saved by real learners, and their models."""
+    folder = tmp_path_factory.mktemp("saved")
+    megatron_engine.run("tests.convert.state_ranks", "save", folder, ranks=2)
+    for number, case in enumerate(CASES):
+        models.write(folder / f"hf-{number}", case.shape, values=random_weights(case.shape))
+    return folder
+
+
+def made(saved: Path, number: int, out: Path, *options: str) -> Path:
+    model = ("--model", str(saved / f"hf-{number}"))
+    source = str(saved / f"saved-{number}")
+    assert main(["convert", source, str(out), "--to", "torch_dist", *model, *options]) == 0
+    return out
+
+
+def values(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """Whole tensors of a checkpoint by key, put together by torch's own reading."""
+    stored = DistCheckpoint(folder)
+    found: dict[str, torch.Tensor] = {}
+    for chunk in stored.chunks:
+        if chunk.key.startswith(prefix):
+            part = stored.read(chunk)
+            whole = found.setdefault(chunk.key, torch.full(chunk.shape, -1, dtype=part.dtype))
+            at = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[at] = part
+    return found
+
+
+def test_training_goes_on_in_another_layout_as_from_the_checkpoint_itself(
+    megatron_engine: Engine, saved: Path
+) -> None:
+    for number in range(len(CASES)):
+        made(saved, number, saved / f"made-{number}", "--shard-gb", "3e-6")
+    megatron_engine.run("tests.convert.state_ranks", "go_on", saved, ranks=2)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_optimizer_is_kept_bit_for_bit_and_a_cast_is_of_the_weights_alone(
+    saved: Path, tmp_path: Path, number: int
+) -> None:
+    out = made(saved, number, tmp_path / "out", "--dtype", "fp32", "--shard-gb", "2e-6")
+    before, after = (values(folder, "optimizer.") for folder in (saved / f"saved-{number}", out))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        found = after[key]
+        rows = min(len(tensor), len(found))  # of vocabularies, whose padding layouts choose
+        assert tensor.dtype == found.dtype == torch.float32
+        assert torch.equal(found[:rows], tensor[:rows]), key
+        assert not found[rows:].any(), key
+    weights = values(out, "decoder.")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    common = DistCheckpoint(out).common()
+    assert common["common"]["version"] == 7
+    assert common == DistCheckpoint(saved / f"saved-{number}").common()
+
+
+def test_optimizer_is_left_out_where_that_is_asked(saved: Path, tmp_path: Path, capsys) -> None:
+    out = made(saved, 0, tmp_path / "out", "--no-optimizer")
+    assert not values(out, "optimizer.")
+    assert "common" not in DistCheckpoint(out).common()
+    capsys.readouterr()
+    assert main(["inspect", str(out)]) == 0
+    assert "no optimizer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("optimizer.distributed.dp_group_idx_0.param", "--dist-ckpt-optim-fully-reshardable"),
+        ("optimizer.state.exp_avg.decoder.other.weight", "other.weight is none"),
+        ("optimizer.state.exp_avg.decoder.final_layernorm.weight", "of shape [1, 8]"),
+    ],
+)
+def test_optimizer_that_cannot_be_kept_is_refused_with_the_way_around(
+    key: str, words: str, saved: Path, tmp_path: Path, capsys
+) -> None:
+    """A checkpoint that torch itself saves, with one tensor more."""
+    source = saved / "saved-1"
+    plain = {k: t for k, t in values(source, "").items() if not k.startswith("optimizer.")}
+    if key.startswith("optimizer.state"):
+        plain |= {k: t for k, t in values(source, "optimizer.").items() if k != key}
+    plain[key] = torch.ones(1, 8)
+    out = tmp_path / "plain"
+    torch.distributed.checkpoint.save(plain, checkpoint_id=out, no_dist=True)
+    (out / "metadata.json").write_bytes((source / "metadata.json").read_bytes())
+    shutil.copyfile(saved / "hf-1/config.json", out / "config.json")
+    told = refusal(capsys, out, tmp_path / "b", "--to", "torch_dist")
+    assert key in told
+    assert words in told
+    assert "--no-optimizer" in told
+    assert main(["convert", str(out), str(tmp_path / "c"), *"--to torch_dist".split(),
+                 "--no-optimizer"]) == 0  # fmt: skip
