@@ -75,24 +75,12 @@ class Trained:
         self.optimizer.step()
 
     def load(self, path: Path) -> None:
-        """As the learner does, but for its list of files and random states."""
-        from megatron.core import dist_checkpointing
-
-        from megarl.compat.megatron_checkpoint import keep_settings
-        from megarl.compat.megatron_cpu import init_optimizer_state, load_optimizer_state
-        from megarl.learner.checkpoint import _sharded_state
+        """As the learner goes on. What was converted has no list of files, which `check` wants."""
+        from megarl.learner import checkpoint
 
         for tensor in self.named.values():
             tensor.fill_(-1)
-        init_optimizer_state(self.optimizer.megatron)
-        common = dist_checkpointing.load_common_state_dict(str(path))["common"]
-        assert common["version"] == 7
-        state = _sharded_state(self.training, is_loading=True)
-        loaded = dist_checkpointing.load(state, str(path))
-        self.training.model.load_state_dict(loaded["model"])
-        keep_settings(self.optimizer.megatron, loaded["optimizer"])
-        load_optimizer_state(self.optimizer.megatron, loaded["optimizer"])
-        self.optimizer.load_state_dict(common["schedule"])
+        assert checkpoint.load(self.training, path, is_checked=True) == 7
 
     def everything(self) -> dict[str, torch.Tensor]:
         """Weights, main weights, moments and steps of this rank."""
@@ -109,12 +97,14 @@ class Trained:
 
 def save(case: Case, folder: Path, number: int) -> None:
     """Two steps, and a checkpoint of megarl's learner."""
-    from megarl.learner import checkpoint
+    from megarl.learner.saving import Saving
 
     trained = Trained(case, case.before)
     trained.step()
     trained.step()
-    checkpoint.save(trained.training, folder / f"saved-{number}", version=7)
+    saving = Saving(trained.training)
+    saving.begin(str(folder / f"saved-{number}"), 7)
+    saving.end(wait=True)
 
 
 def go_on(case: Case, folder: Path, number: int) -> None:
