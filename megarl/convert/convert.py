@@ -117,10 +117,10 @@ def _target(source: Checkpoint, to: Format, options: Options) -> Target:
     dtypes = {p.name: _dtype(p, stored[p.name], options) for p in source.layout.parameters}
     assert source.found.model is not None
     if to == "torch_dist":
-        folder, stored = source.found.path, source.dist
+        dist = source.dist if options.optimizer else None
 
         def kept(model: Sequence[Chunk]) -> Kept | None:
-            return keep(stored, folder, model) if stored and options.optimizer else None
+            return keep(dist, source.found.path, model) if dist is not None else None
 
         return TorchDistTarget(shape, dtypes, source.found.model, options.file_bytes, kept)
     quantize = BlockScaling() if options.dtype == "fp8" and shape.fp8_block is None else None
