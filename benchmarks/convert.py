@@ -93,12 +93,15 @@ def measured(folder: Path, gigabytes: float, runs: int, workers: int) -> dict[st
             shutil.rmtree(path)
     seconds = {way: statistics.median(all_s) for way, all_s in turns.items()}
     slower = max(seconds["to_torch_dist"], seconds["to_hf"])
+    slowest = map(max, turns["to_torch_dist"], turns["to_hf"])
+    each = [took_s / cp_s for took_s, cp_s in zip(slowest, turns["cp"], strict=True)]
     return {
         "gigabytes": sum(path.stat().st_size for path in source.iterdir()) / 1e9,
         "num_parameters": sum(p.num_elements for p in block_table(shape).parameters),
         "workers": workers,
         "convert_over_cp": slower / seconds["cp"],
         "convert_over_cp_synced": slower / seconds["cp_synced"],
+        "convert_over_cp_each": each,
         "peak_gib": peak / 2**30,
         **{f"{way}_s": value for way, value in seconds.items()},
         **{f"{way}_s_all": values for way, values in turns.items()},
