@@ -35,11 +35,12 @@ Float8 against another type is compared as the numbers in bfloat16 that it stand
 """
 
 CONVERT = """\
-megarl convert SRC DST [options]                     make a checkpoint in the other format
+megarl convert SRC DST [options]                     make a checkpoint of another format or type
 
-A Hugging Face folder becomes a Megatron one (torch_dist), and the other way round. No GPU and no
-engine is needed, and memory for a few tensors only. DST is there when it is whole; a conversion
-that was killed goes on when the same command is given again. Nothing is overwritten.
+A Hugging Face folder becomes a Megatron one (torch_dist), and the other way round; with --to also
+one of the same format. No GPU and no engine is needed, and little memory, whatever the model. DST
+is there when it is whole; a conversion that was killed goes on when the same command is given
+again. Nothing is overwritten. The exit status is 0 where DST is written, else 2.
 
   --to FORMAT           hf or torch_dist; default the one that SRC has not
   --dtype TYPE          bf16, fp16 or fp32, of all weights but the router's bias, or fp8 (to hf):

@@ -13,7 +13,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,9 +32,10 @@ VOCAB_DIVISOR = 128  # what the learner builds its models with
 
 @dataclass(frozen=True)
 class Case:
-    """One save: a learner's, optimizer and all, but for those with `metadata`.
+    """One save, optimizer and all, but for those with `metadata`.
 
-    That is what Megatron's `sharded_state_dict` is told besides what megarl's own saves tell it.
+    Those with even numbers are saved by Megatron's own save, the others by the learner's.
+    `metadata` is what Megatron's `sharded_state_dict` is told besides what megarl's saves tell it.
     """
 
     shape: ModelShape
@@ -108,9 +109,12 @@ def run(case: Case, ranks: Ranks, folder: Path, name: str) -> None:
         dist_checkpointing.save(state, str(out), content_metadata=described)
         return  # Megatron looks for other names than those that it has by default
     optimizer = Optimizer(built, learner.optimizer, torch.bfloat16, decay_steps=1)
-    saving = Saving(Training(built, optimizer, ranks, case.shape))
-    saving.begin(str(out), 7)
-    saving.end(wait=True)
+    if int(name) % 2:
+        saving = Saving(Training(built, optimizer, ranks, case.shape))
+        saving.begin(str(out), 7)
+        saving.end(wait=True)
+    else:
+        save_by_megatron(built, optimizer, out)
     for load in (
         lambda: built.load_state_dict(
             dist_checkpointing.load(
@@ -124,6 +128,23 @@ def run(case: Case, ranks: Ranks, folder: Path, name: str) -> None:
         load()
         differing = [key for key, tensor in named.items() if not torch.equal(tensor, wanted[key])]
         assert not differing, (case, differing)
+
+
+def save_by_megatron(built: Any, optimizer: Any, out: Path) -> None:
+    """By Megatron's own save, with its distributed optimizer, as Megatron-LM has it."""
+    from megatron.core import dist_checkpointing
+
+    from megarl.compat.megatron_checkpoint import content
+    from megarl.compat.megatron_cpu import init_optimizer_state
+
+    init_optimizer_state(optimizer.megatron)
+    if torch.distributed.get_rank() == 0:
+        out.mkdir()
+    torch.distributed.barrier()
+    model = built.sharded_state_dict(content())
+    state = optimizer.megatron.sharded_state_dict(model, metadata=content())
+    everything = {"model": model, "optimizer": state, "iteration": 7, "checkpoint_version": 3.0}
+    dist_checkpointing.save(everything, str(out), content_metadata=content())
 
 
 if __name__ == "__main__":
