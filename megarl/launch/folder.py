@@ -35,6 +35,7 @@ CHANGEABLE = (
     "run.dir",
     "run.name",
     "critic.gpus",
+    "critic.ranks",
     "rollout.servers",
     "weight_sync.mode",
     "weight_sync.hf_route",

@@ -281,11 +281,6 @@ def _slots(start: int, end: int, size: int) -> range:
 
 def _check_mode(config: Config, topology: Topology) -> None:
     """Raise ConfigError where the seats are not what `weight_sync.mode` and the launcher need."""
-    if topology.critic is not None and topology.kind == "slurm":
-        raise ConfigError(
-            "critic.ranks = own inside a Slurm job has not been run yet; use critic.ranks = "
-            "learner, or launch.kind = local for a run on this node alone"
-        )
     seats = (topology.learner, *topology.servers)
     names = sorted({node.name for seat in seats for node in seat.nodes})
     if config.weight_sync.mode == "shared" and len(names) > 1:

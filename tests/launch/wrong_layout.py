@@ -24,7 +24,8 @@ def build(config: Config, folder: Path) -> Learner:
     from megarl.learner import transformer
 
     if BROKEN == "cp":
-        gather = megatron_parts.gather_from_sequence_parallel_region
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region as gather
+
         megatron_parts.gather_from_sequence_parallel_region = lambda part, group: gather(
             part, tensor_parallel_output_grad=False, group=group
         )
