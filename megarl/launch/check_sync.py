@@ -9,6 +9,7 @@ import asyncio
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 from megarl import run_paths
@@ -79,7 +80,7 @@ def run_check_sync(config: Config) -> tuple[int, str]:
     """
     check_checkable(config)
     run_dir = (Path(config.run.dir) / f"{config.run.name}{SUFFIX}").absolute()
-    topology = make_topology(config, os.environ)
+    topology = replace(make_topology(config, os.environ), critic=None)  # nobody asks its ranks
     found: list[SyncCheck] = []
     start_empty = served_block(config) is not None
 
