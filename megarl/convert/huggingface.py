@@ -87,6 +87,7 @@ class HuggingFaceTarget:
         file = self._files[number]
         with (folder / file.name).open("wb", buffering=0) as opened:
             _put(opened, 0, file.header)
+            tell(len(file.header))
             opened.truncate(file.num_bytes)
             for name, tensor in tensors:
                 assembled = self.files[number].tensors[name].dtype

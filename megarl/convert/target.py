@@ -20,7 +20,10 @@ Tell = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class TargetFile:
-    """A file to write: the tensors to assemble for it, in order, and about how large it will be."""
+    """A file to write: the tensors to assemble for it, in order, and its size.
+
+    In torch_dist, what is around the tensors does not count.
+    """
 
     name: str
     tensors: Mapping[str, TensorToStore]
@@ -42,8 +45,8 @@ class Target(Protocol):
     def write(self, folder: Path, number: int, tensors: Tensors, tell: Tell) -> Any:
         """Write file `number` of what is assembled, down to the disk; what `finish` needs of it.
 
-        That is plain values for JSON. It tells of the bytes of tensors that are written. Raises
-        OSError.
+        That is plain values for JSON. It tells of the bytes that are written, `num_bytes` in all.
+        Raises OSError.
         """
 
     def finish(self, folder: Path, receipts: Sequence[Any]) -> None:

@@ -60,6 +60,9 @@ FOUR = (
     Case(glm(num_layers=4), LearnerMesh(tp=2, pp=2, ep=2)),
     Case(deepseek(num_layers=4, mla=FULL_RANK_LATENT), LearnerMesh(tp=2, pp=2, etp=2)),
     Case(deepseek(num_layers=4), LearnerMesh(tp=2, dp=2, ep=2, etp=2)),
+    Case(qwen(num_layers=4), LearnerMesh(pp=2, vpp=2, dp=2, ep=2)),
+    Case(glm(num_layers=4), LearnerMesh(tp=2, pp=2, vpp=2, ep=2)),
+    Case(tiny_shape("LlamaForCausalLM", num_layers=4, tie_embeddings=True), LearnerMesh(pp=4)),
 )
 CASES = {2: TWO, 4: FOUR}
 

@@ -189,6 +189,21 @@ def test_dry_run_tells_of_files_and_bytes_and_writes_nothing(tmp_path: Path, cap
     assert f"{len(list(made.glob('*.safetensors')))} files" in told
 
 
+@pytest.mark.parametrize("options", [(), ("--to", "hf"), ("--to", "hf", "--dtype", "fp8")])
+def test_long_conversion_tells_how_far_it_is_how_fast_and_how_much_is_left(
+    options: tuple[str, ...], tmp_path: Path, capsys, monkeypatch
+) -> None:
+    models.write(tmp_path / "a", FAMILIES["glm4-moe"])
+    monkeypatch.setattr("megarl.convert.progress.LOGGED_EVERY_S", 0.0)
+    converted(tmp_path / "a", tmp_path / "b", *options, *SMALL_FILES)
+    out, err = capsys.readouterr()
+    first, *_, last = err.splitlines()
+    assert re.fullmatch(r" *\d\S* %  \S+ \S+ of \S+ \S+  \S+ \S+/s  \d+ s left", first)
+    whole = re.fullmatch(r"100\.0 %  (\S+ \S+) of \1  \S+ \S+/s  0 s left", last)
+    assert whole
+    assert f", {whole[1]}, in " in out
+
+
 def test_number_too_large_for_float16_is_named(tmp_path: Path, capsys) -> None:
     stored = models.write(tmp_path / "a", QWEN3)
     stored["model.norm.weight"][3] = 70000.0
