@@ -7,6 +7,7 @@ Rank 0 prints one JSON object. The two ways take turns, and a step alone is time
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -54,6 +55,8 @@ def main() -> None:
     folder = Path(sys.argv[1]).parent
     torch.set_num_threads(1)
     learner = Learner(Config.model_validate(settings["config"]), folder)
+    gc.collect()
+    gc.freeze()  # as the service does
     refs = write_samples(learner, settings["lengths"], folder / "groups")
     max_tokens = learner.config.learner.max_tokens_per_microbatch
     flops = SequenceFlops.of(learner.shape)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megarl.actor.shape import ModelShape
 from megarl.compat.megatron_checkpoint import Prepared, content, keep_settings, prepare
 from megarl.compat.megatron_cpu import init_optimizer_state, load_optimizer_state
+from megarl.compat.megatron_optimizer_state import copied_once
 from megarl.errors import CheckpointError
 from megarl.learner.chunks import Chunks
 from megarl.learner.distributed import Ranks
@@ -95,7 +96,8 @@ def begin(training: Training, path: Path, version: int) -> Writing:
     partial = path.with_name(path.name + PARTIAL)
     init_optimizer_state(training.optimizer.megatron)
     _on_rank_0(lambda: _make_empty(partial), partial)
-    state = _sharded_state(training, is_loading=False)
+    with copied_once():
+        state = _sharded_state(training, is_loading=False)
     state["common"] = {
         "format": FORMAT,
         "version": version,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -132,6 +133,8 @@ def serve(config: Config, run_dir: Path, build: Build, role: str = run_paths.LEA
     try:
         learner = build(config, run_dir, phases.mark)
         control = ControlGroup()
+        gc.collect()
+        gc.freeze()  # the engine's objects stay: to look through them again takes a second
         control.agree(None)  # every rank is built before the endpoint is told
         if rank == 0:
             world_size = dist.get_world_size()

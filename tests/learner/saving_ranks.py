@@ -1,11 +1,13 @@
 """One of two ranks of a learner that saves while it trains.
 
 Its argument is CASES.json. Rank 0 writes what it saw of each case beside it, in NAME.json, and
-checkpoints of one state: NAME-waited was written before the next step, NAME-beside after it.
+checkpoints of one state: NAME-waited was written before the next step, NAME-beside after it, and
+NAME-plain has the optimizer's state as Megatron alone copies it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from megarl.config.schema import Config
 from megarl.errors import CheckpointError
+from megarl.learner import checkpoint
 from megarl.learner.checkpoint import Writing
 from megarl.learner.distributed import stop
 from megarl.learner.learner import Learner
@@ -41,6 +44,9 @@ def refusal(work: Callable[[], object]) -> str:
 def beside(learner: Learner, step: Callable[[], object], folder: str) -> dict[str, Any]:
     """Save twice as one version: waited for, and with files that are written after a step."""
     learner.save(f"{folder}-waited", 1)
+    copied_once, checkpoint.copied_once = checkpoint.copied_once, contextlib.nullcontext
+    learner.save(f"{folder}-plain", 1)
+    checkpoint.copied_once = copied_once
     written, stepped = Writing.write, threading.Event()
 
     def late(self: Writing) -> None:

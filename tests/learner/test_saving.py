@@ -60,7 +60,19 @@ def seen(folder: Path, case: str) -> dict[str, Any]:
     return dict(json.loads((folder / f"{case}.json").read_text()))
 
 
-@pytest.mark.parametrize("part", ["deepseek-v3{}", "critic{}", "critic{}-critic"])
+PARTS = ["deepseek-v3{}", "critic{}", "critic{}-critic"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_optimizer_state_that_is_copied_once_is_what_megatron_copies(
+    folder: Path, part: str
+) -> None:
+    once, plain = (saved_tensors(folder / part.format(n), 10000) for n in ("-waited", "-plain"))
+    assert once.keys() == plain.keys() and any("exp_avg_sq" in name for name in once)
+    assert [name for name in once if not torch.equal(once[name], plain[name])] == []
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_what_is_written_after_a_step_is_the_state_from_before_it(folder: Path, part: str) -> None:
     waited, beside = (
         saved_tensors(folder / part.format(name), 10000) for name in ("-waited", "-beside")
