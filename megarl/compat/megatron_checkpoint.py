@@ -37,7 +37,8 @@ class Prepared:
     """
 
     def __init__(self, writer: Any, metadata: Any, live: Iterable[Any]) -> None:
-        kept = {tensor.untyped_storage().data_ptr() for tensor in live}
+        on_cpu = (tensor for tensor in live if tensor.device.type == "cpu")
+        kept = {tensor.untyped_storage().data_ptr() for tensor in on_cpu}
         buckets = writer.preload_tensors(writer.write_buckets, True)
         self._writer, self._metadata = writer, metadata
         self._buckets = [_copied(bucket, kept) for bucket in buckets]

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -188,7 +189,11 @@ def kept(
     stay = set(sorted(versions)[-newest:])
     stay |= {version for version in versions if every > 0 and version % every == 0}
     sign = 1 if best_is == "highest" else -1
-    rated = [(sign * value, version) for version, value in versions.items() if value is not None]
+    rated = [
+        (sign * value, version)
+        for version, value in versions.items()
+        if value is not None and math.isfinite(value)
+    ]
     return stay | {version for _, version in sorted(rated)[-1:]}
 
 
