@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl import __version__
+from megarl.config.check_critic import check_critic
 from megarl.config.load import load_config, load_layout, read_config
 from megarl.config.render import render_config, toml_value
 from megarl.config.schema import Config
@@ -236,7 +237,7 @@ def _check_parallel(path: str, arguments: list[str]) -> int:
 
     flags, overrides = _flags(arguments, (), ("--batch",))
     batch = Path(flags["--batch"]).absolute() if "--batch" in flags else None
-    status, text = run_check_parallel(load_layout(path, overrides), batch)
+    status, text = run_check_parallel(load_layout(path, overrides, (check_critic,)), batch)
     _print(text)
     return status
 

@@ -35,7 +35,7 @@ PATHS = (
 )
 
 
-Check = Callable[[Config], list[Violation]]
+Check = Callable[[Config], Iterable[Violation]]
 
 
 def load_config(

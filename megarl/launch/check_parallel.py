@@ -25,7 +25,7 @@ from megarl.buffer.groupfile import read_group, write_group
 from megarl.buffer.schedule import ScheduleShape, make_schedule
 from megarl.config.check_model import check_trained, uses_cpu
 from megarl.config.check_parallel import COUNTED_ENDS
-from megarl.config.layouts import learner_layout, trained_shape
+from megarl.config.layouts import critic_settings, learner_layout, trained_shape
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, LaunchError
 from megarl.launch.few_layers import layers_kept, write_few_layers
@@ -220,11 +220,23 @@ def run_check_parallel(
     batch: Path | None = None,
     program: Sequence[str] = ("-m", "megarl.learner.layout_check"),
 ) -> tuple[int, str]:
-    """Check the learner layout of `config`; returns the exit status and what was found, in lines.
+    """Check the learner layout of `config`, and that of a critic with ranks of its own, by the
+    policy's loss on its layers; returns the exit status and what was found, in lines.
 
     `batch` is the folder of a run whose samples are taken; None: they are drawn. 0 where the
     layouts agree, 1 where not. Raises MegarlError where a layout cannot run here.
     """
+    status, text = _check_layout(config, batch, program)
+    if not config.critic_is_apart:
+        return status, text
+    actor = config.actor.model_copy(update={"model": config.critic_model})
+    theirs = critic_settings(config).model_copy(update={"actor": actor})
+    their_status, their_text = _check_layout(theirs, batch, program)
+    return max(status, their_status), f"learner.parallel\n{text}\ncritic.parallel\n{their_text}"
+
+
+def _check_layout(config: Config, batch: Path | None, program: Sequence[str]) -> tuple[int, str]:
+    """One layout, as `run_check_parallel` says."""
     model = Path(config.actor.model)
     shape = read_shape(model)
     refused = [violation.text for violation in check_trained(model, shape)]

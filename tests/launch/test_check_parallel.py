@@ -118,6 +118,17 @@ def test_command_finds_a_layout_right_on_recorded_samples(toml: Path, tmp_path: 
 
 
 @pytest.mark.slow
+def test_layout_of_a_critic_with_ranks_of_its_own_is_checked_too(toml: Path) -> None:
+    critic = ("--advantage.estimator", "gae", "--critic.ranks", "own", "--critic.parallel.pp", "2")
+    status, text = run_check_parallel(load_layout(toml, critic))
+    assert status == 0, text
+    mine, theirs = text.split("critic.parallel\n")
+    assert mine.startswith("learner.parallel\n") and "one rank already" in mine
+    assert "configured: pp=2 (2 ranks)" in theirs
+    assert theirs.endswith("parallel: the layout computes what one rank does\n")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "sizes", "words"),
     [
