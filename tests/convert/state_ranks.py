@@ -105,6 +105,25 @@ def save(case: Case, folder: Path, number: int) -> None:
     saving = Saving(trained.training)
     saving.begin(str(folder / f"saved-{number}"), 7)
     saving.end(wait=True)
+    if not number:
+        save_buckets(trained, folder / "buckets")
+
+
+def save_buckets(trained: Trained, out: Path) -> None:
+    """By Megatron's own save, as Megatron-LM has optimizers by default: in buckets."""
+    from megatron.core import dist_checkpointing
+
+    described = {
+        "distrib_optim_sharding_type": "dp_reshardable",
+        "chained_optim_avoid_prefix": True,
+    }
+    if torch.distributed.get_rank() == 0:
+        out.mkdir()
+    torch.distributed.barrier()
+    model = trained.training.model.sharded_state_dict(dict(described))
+    optimizer = trained.optimizer.megatron.sharded_state_dict(model, metadata=dict(described))
+    state = {"model": model, "optimizer": optimizer, "iteration": 7}
+    dist_checkpointing.save(state, str(out), content_metadata=described)
 
 
 def go_on(case: Case, folder: Path, number: int) -> None:

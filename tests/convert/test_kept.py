@@ -13,7 +13,7 @@ from megarl.cli import main
 from megarl.convert.dist_files import DistCheckpoint
 from tests.convert import models
 from tests.convert.state_ranks import CASES
-from tests.convert.test_convert import refusal
+from tests.convert.test_convert import converted, refusal
 from tests.megatron_engine import Engine
 from tests.reshard.models import random_weights
 
@@ -85,22 +85,33 @@ def test_optimizer_is_left_out_where_that_is_asked(saved: Path, tmp_path: Path, 
     assert "no optimizer" in capsys.readouterr().out
 
 
+def test_optimizer_in_buckets_is_refused_with_the_way_around_and_its_weights_convert(
+    saved: Path, tmp_path: Path, capsys
+) -> None:
+    source, model = saved / "buckets", saved / "hf-0"
+    options = ("--to", "torch_dist", "--model", str(model))
+    told = refusal(capsys, source, tmp_path / "b", *options)
+    assert "optimizer.distributed.dp_group_idx_0" in told
+    assert "--dist-ckpt-optim-fully-reshardable" in told
+    assert "--no-optimizer" in told
+    converted(source, tmp_path / "c", *options, "--no-optimizer")
+    assert main(["compare", str(tmp_path / "c"), str(source), "--model", str(model)]) == 0
+
+
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("optimizer.distributed.dp_group_idx_0.param", "--dist-ckpt-optim-fully-reshardable"),
         ("optimizer.state.exp_avg.decoder.other.weight", "other.weight is none"),
         ("optimizer.state.exp_avg.decoder.final_layernorm.weight", "of shape [1, 8]"),
     ],
 )
-def test_optimizer_that_cannot_be_kept_is_refused_with_the_way_around(
+def test_optimizer_of_other_tensors_than_the_model_has_is_refused(
     key: str, words: str, saved: Path, tmp_path: Path, capsys
 ) -> None:
     """A checkpoint that torch itself saves, with one tensor more."""
     source = saved / "saved-1"
     plain = {k: t for k, t in values(source, "").items() if not k.startswith("optimizer.")}
-    if key.startswith("optimizer.state"):
-        plain |= {k: t for k, t in values(source, "optimizer.").items() if k != key}
+    plain |= {k: t for k, t in values(source, "optimizer.").items() if k != key}
     plain[key] = torch.ones(1, 8)
     out = tmp_path / "plain"
     torch.distributed.checkpoint.save(plain, checkpoint_id=out, no_dist=True)
@@ -110,5 +121,4 @@ def test_optimizer_that_cannot_be_kept_is_refused_with_the_way_around(
     assert key in told
     assert words in told
     assert "--no-optimizer" in told
-    assert main(["convert", str(out), str(tmp_path / "c"), *"--to torch_dist".split(),
-                 "--no-optimizer"]) == 0  # fmt: skip
+    converted(out, tmp_path / "c", "--to", "torch_dist", "--no-optimizer")
