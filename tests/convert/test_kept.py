@@ -13,6 +13,7 @@ from megarl.cli import main
 from megarl.convert.dist_files import DistCheckpoint
 from tests.convert import models
 from tests.convert.state_ranks import CASES
+from tests.convert.test_broken import kill_at_random
 from tests.convert.test_convert import converted, refusal
 from tests.megatron_engine import Engine
 from tests.reshard.models import random_weights
@@ -83,6 +84,21 @@ def test_optimizer_is_left_out_where_that_is_asked(saved: Path, tmp_path: Path, 
     capsys.readouterr()
     assert main(["inspect", str(out)]) == 0
     assert "no optimizer" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_optimizer_survives_kills_of_its_conversion(saved: Path, tmp_path: Path) -> None:
+    out, wanted = tmp_path / "out", values(saved / "saved-1", "")
+
+    def check() -> None:
+        found = values(out, "")
+        assert found.keys() == wanted.keys()
+        for key, tensor in found.items():
+            assert torch.equal(tensor, wanted[key][: len(tensor)]), key
+
+    arguments = ["convert", str(saved / "saved-1"), str(out), "--to", "torch_dist"]
+    options = ["--model", str(saved / "hf-1"), "--shard-gb", "2e-6"]
+    kill_at_random([*arguments, *options], out, 20, check)
 
 
 def test_optimizer_in_buckets_is_refused_with_the_way_around_and_its_weights_convert(
