@@ -10,7 +10,8 @@ import torch
 import torch.distributed.checkpoint
 
 from megarl.cli import main
-from megarl.convert.dist_files import DistCheckpoint
+from megarl.convert.dist_files import COMMON, DistCheckpoint
+from megarl.convert.kept import VOCABULARY
 from tests.convert import models
 from tests.convert.state_ranks import CASES
 from tests.convert.test_broken import kill_at_random
@@ -72,9 +73,13 @@ def test_optimizer_is_kept_bit_for_bit_and_a_cast_is_of_the_weights_alone(
         assert not found[rows:].any(), key
     weights = values(out, "decoder.")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-    common = DistCheckpoint(out).common()
-    assert common["common"]["version"] == 7
-    assert common == DistCheckpoint(saved / f"saved-{number}").common()
+    source, made_of_it = DistCheckpoint(saved / f"saved-{number}"), DistCheckpoint(out)
+    assert made_of_it.common()["common"]["version"] == 7
+    assert set(source.objects) <= set(made_of_it.objects)
+    kept = [key for key in source.objects if "_extra_state" not in key]
+    assert any(key.startswith("rng/") for key in kept)
+    for key in kept:
+        assert made_of_it.raw(key) == source.raw(key), key
 
 
 def test_optimizer_is_left_out_where_that_is_asked(saved: Path, tmp_path: Path, capsys) -> None:
@@ -114,6 +119,39 @@ def test_optimizer_in_buckets_is_refused_with_the_way_around_and_its_weights_con
     assert main(["compare", str(tmp_path / "c"), str(source), "--model", str(model)]) == 0
 
 
+def saved_by_torch(folder: Path, tensors: dict[str, object], saved: Path) -> Path:
+    """A checkpoint of case 1 with such tensors, each whole."""
+    torch.distributed.checkpoint.save(tensors, checkpoint_id=folder, no_dist=True)
+    shutil.copyfile(saved / "saved-1/metadata.json", folder / "metadata.json")
+    shutil.copyfile(saved / "hf-1/config.json", folder / "config.json")
+    return folder
+
+
+def test_rows_of_padding_that_the_source_has_not_are_zeros(saved: Path, tmp_path: Path) -> None:
+    rows = 104  # a vocabulary of 100, padded to a multiple of 8
+    whole = values(saved / "saved-1", "")
+    cut = {
+        key: tensor[:rows].clone() if key.endswith(VOCABULARY) else tensor
+        for key, tensor in whole.items()
+    }
+    source = saved_by_torch(tmp_path / "a", {**cut, COMMON: "an object"}, saved)
+    found = values(converted(source, tmp_path / "b", "--to", "torch_dist"), "optimizer.")
+    padded = [key for key, tensor in found.items() if len(tensor) == 128]
+    assert len(padded) == 6  # embedding and head: main weights and two moments
+    for key, tensor in found.items():
+        assert torch.equal(tensor[: len(cut[key])], cut[key]), key
+        assert not tensor[len(cut[key]) :].any(), key
+
+
+def test_optimizer_beside_a_common_state_of_the_older_form_is_refused(
+    saved: Path, tmp_path: Path, capsys
+) -> None:
+    source = saved_by_torch(tmp_path / "a", dict(values(saved / "saved-1", "")), saved)
+    told = refusal(capsys, source, tmp_path / "b", "--to", "torch_dist")
+    assert "before 0.19" in told
+    assert "--no-optimizer" in told
+
+
 @pytest.mark.parametrize(
     ("key", "words"),
     [
@@ -124,15 +162,9 @@ def test_optimizer_in_buckets_is_refused_with_the_way_around_and_its_weights_con
 def test_optimizer_of_other_tensors_than_the_model_has_is_refused(
     key: str, words: str, saved: Path, tmp_path: Path, capsys
 ) -> None:
-    """A checkpoint that torch itself saves, with one tensor more."""
     source = saved / "saved-1"
-    plain = {k: t for k, t in values(source, "").items() if not k.startswith("optimizer.")}
-    plain |= {k: t for k, t in values(source, "optimizer.").items() if k != key}
-    plain[key] = torch.ones(1, 8)
-    out = tmp_path / "plain"
-    torch.distributed.checkpoint.save(plain, checkpoint_id=out, no_dist=True)
-    (out / "metadata.json").write_bytes((source / "metadata.json").read_bytes())
-    shutil.copyfile(saved / "hf-1/config.json", out / "config.json")
+    tensors = {k: t for k, t in values(source, "").items() if k != key}
+    out = saved_by_torch(tmp_path / "a", {**tensors, key: torch.ones(1, 8)}, saved)
     told = refusal(capsys, out, tmp_path / "b", "--to", "torch_dist")
     assert key in told
     assert words in told
