@@ -23,6 +23,7 @@ from megarl.config.fp8 import optimizer_fields, token_multiple
 from megarl.config.layouts import learner_layout, trained_shape
 from megarl.config.schema import Config
 from megarl.learner import shared_weights
+from megarl.learner.chunks import Chunks
 from megarl.learner.control_group import together
 from megarl.learner.distant_critic import distant
 from megarl.learner.joining import join
@@ -79,39 +80,10 @@ class Learner(SavingVerbs):
         self.shape = trained_shape(stored)
         self.layout = learner_layout(config, self.shape)
         self.ranks = join(config, mark)
+        module = self._build_policy()
         # Megatron can be imported only now, with its CPU substitution in place.
-        from megarl.learner import (
-            critic,
-            model,
-            offload,
-            optimizer,
-            passes,
-            saving,
-            sequences,
-            transformer,
-        )
+        from megarl.learner import critic, offload, passes, saving, sequences
 
-        mark("model")
-        module = model.build_model(self.shape, config.learner, self.ranks, self.layout)
-        self.shared_memory = shared_weights.share(config, module, self.ranks)
-        rank = self.ranks.rank
-        self.weights = model.named_weights(module, self.shape, self.layout, rank)
-        mark("checkpoint")
-        model.load_checkpoint(config.actor.model, self.layout, rank, self.weights)
-        dtype = transformer.DTYPES[config.learner.precision.params]
-        self.optimizer = optimizer.Optimizer(
-            module,
-            config.learner.optimizer,
-            dtype,
-            config.decay_steps,
-            optimizer_fields(config.learner.precision),
-        )
-        self.policy = passes.Policy(
-            model=module,
-            ranks=self.ranks,
-            vocab_size=self.shape.vocab_size,
-            temperature=config.rollout.sampling.temperature,
-        )
         self._passes, self._sequence_logprobs = passes, sequences.sequence_logprobs
         self._old = KeptLogProbs()
         self._reference_logprobs = KeptLogProbs()
@@ -124,16 +96,42 @@ class Learner(SavingVerbs):
         megatron = self.optimizer.megatron
         self.state = offload.LearnerState(module, megatron, self.ranks.device, beside)
         on_cpu = self.ranks.device.type == "cpu"
-        predicted = predict(config, self.shape, self.layout, rank, on_cpu)
+        predicted = predict(config, self.shape, self.layout, self.ranks.rank, on_cpu)
         self.meter = MemoryMeter(self.ranks.device, self.state.num_bytes, predicted)
         self.meter.tell()
         self._weight_sync: ModalSync | None = None
-        if stored.num_mtp_layers and rank == 0:
+        if stored.num_mtp_layers and self.ranks.rank == 0:
             log.warning(
                 "layers for multi-token prediction are left out: not loaded, trained or published "
                 "num_layers=%d",
                 stored.num_mtp_layers,
             )
+
+    def _build_policy(self) -> Chunks:
+        """The model, with the checkpoint's weights in it, and its optimizer."""
+        from megarl.learner import model, optimizer, passes, transformer
+
+        self._mark("model")
+        config, rank = self.config, self.ranks.rank
+        module = model.build_model(self.shape, config.learner, self.ranks, self.layout)
+        self.shared_memory = shared_weights.share(config, module, self.ranks)
+        self.weights = model.named_weights(module, self.shape, self.layout, rank)
+        self._mark("checkpoint")
+        model.load_checkpoint(config.actor.model, self.layout, rank, self.weights)
+        self.optimizer = optimizer.Optimizer(
+            module,
+            config.learner.optimizer,
+            transformer.DTYPES[config.learner.precision.params],
+            config.decay_steps,
+            optimizer_fields(config.learner.precision),
+        )
+        self.policy = passes.Policy(
+            model=module,
+            ranks=self.ranks,
+            vocab_size=self.shape.vocab_size,
+            temperature=config.rollout.sampling.temperature,
+        )
+        return module
 
     def info(self) -> dict[str, int]:
         """Sizes of the mesh and the policy version that the weights are."""
