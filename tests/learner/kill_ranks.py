@@ -1,4 +1,4 @@
-"""One of two ranks of a run that saves and exports three versions, and may be killed meanwhile.
+"""One of two ranks of a run that saves and exports two versions, and may be killed meanwhile.
 
 Its arguments are MODEL, RUN, RANK and MOMENT: before the so manieth change of a file or folder in
 RUN that RANK makes, it kills itself; 0 is never. First it looks at what an earlier start has left,
@@ -32,7 +32,7 @@ from megarl.learner.learner import Learner
 from megarl.observe.metrics import MetricsLog
 from megarl.observe.progress import Progress
 
-VERSIONS = 3  # that a start makes
+VERSIONS = 2  # that a start makes
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
 MADE = "made"  # beside RUN: the newest version that was saved for sure
 
