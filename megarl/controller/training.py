@@ -179,9 +179,11 @@ async def restore_newest(loop: Loop, run_dir: Path) -> SavedRun | None:
     for path in reversed(whole_checkpoints(run_dir / run_paths.CHECKPOINTS)):
         try:
             saved = read_saved(path)
-            await loop.learner.check_saved(saved.weights)
+            problem = await loop.learner.check_saved(saved.weights)
         except CheckpointError as error:
-            damaged[path] = str(error)
+            problem = str(error)
+        if problem:
+            damaged[path] = problem
             continue
         for other, problem in damaged.items():
             aside = set_aside(other)

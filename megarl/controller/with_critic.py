@@ -84,9 +84,11 @@ class LearnerWithCritic(LearnerClient):
             if isinstance(outcome, BaseException) and not isinstance(outcome, CheckpointError):
                 raise outcome
 
-    async def check_saved(self, path: str | Path) -> None:
+    async def check_saved(self, path: str | Path) -> str:
         """As the learner's, of both parts."""
-        await _both(super().check_saved(path), self._critic.check_saved(_beside(path)))
+        mine = super().check_saved(path)
+        found = await _both(mine, self._critic.check_saved(_beside(path)))
+        return found[0] or found[1]
 
     async def load(self, path: str | Path) -> int:
         """Both continue. Raises CheckpointError where they are of two versions."""

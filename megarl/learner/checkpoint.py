@@ -31,7 +31,8 @@ from megarl.compat.megatron_optimizer_state import copied_once
 from megarl.errors import CheckpointError
 from megarl.learner.chunks import Chunks
 from megarl.learner.distributed import Ranks
-from megarl.learner.filesums import check_files, digests, file_digest, write_digests
+from megarl.learner.filesums import damage as file_damage
+from megarl.learner.filesums import digests, file_digest, write_digests
 from megarl.learner.optimizer import Optimizer
 
 PARTIAL = ".partial"
@@ -119,10 +120,10 @@ def load(training: Training, path: Path, is_checked: bool = False) -> int:
     steps are restored. Random states are restored where the mesh is the same, else they stay as
     seeded. Raises CheckpointError where the folder is missing, broken, or of another model; a file
     that is not as it was saved is noticed before anything is loaded, unless `is_checked` says that
-    `check` was called already.
+    `damage` was called already.
     """
-    if not is_checked:
-        check(path)
+    if not is_checked and (found := damage(path)):
+        raise CheckpointError(f"{found}; continue from an older one")
     init_optimizer_state(training.optimizer.megatron)
     advice = "cannot be read; remove its folder to continue from an older one"
     with _told_as_checkpoint_error(path, advice):
@@ -144,13 +145,14 @@ def load(training: Training, path: Path, is_checked: bool = False) -> int:
     return int(common["version"])
 
 
-def check(path: Path) -> None:
-    """Raise CheckpointError, on every rank, where a file is not as it was saved. Collective."""
+def damage(path: Path) -> str:
+    """How files are not as they were saved, the same on every rank; "" where they are.
+
+    Collective over all ranks.
+    """
     if not (path / "metadata.json").is_file():
-        raise CheckpointError(
-            f"{path}: no learner checkpoint there; remove its folder to continue from an older one"
-        )
-    check_files(path)
+        return f"{path}: no learner checkpoint there"
+    return file_damage(path)
 
 
 def _sharded_state(training: Training, is_loading: bool) -> dict[str, Any]:

@@ -74,9 +74,10 @@ class ServiceClient:
         ended: bool = await self._call("end_save", wait)
         return ended
 
-    async def check_saved(self, path: str | Path) -> None:
-        """Raise CheckpointError where files in folder `path` are not as `save` wrote them."""
-        await self._call("check_saved", str(path))
+    async def check_saved(self, path: str | Path) -> str:
+        """How files in folder `path` are not as `save` wrote them; "" where they are."""
+        damage: str = await self._call("check_saved", str(path))
+        return damage
 
     async def load(self, path: str | Path) -> int:
         """Continue from what `save` wrote to `path`; returns the version that was saved."""

@@ -14,10 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megarl.errors import CheckpointError
-
 FILES = "files.json"
-ADVICE = "continue from an older one"
 
 
 def file_digest(path: Path) -> str:
@@ -53,8 +50,8 @@ def write_digests(folder: Path, found: Mapping[str, str]) -> None:
             os.close(descriptor)
 
 
-def check_files(folder: Path) -> None:
-    """Raise CheckpointError, on every rank, where files are not those of `files.json`.
+def damage(folder: Path) -> str:
+    """How the files are not those of `files.json`, the same on every rank; "" where they are.
 
     Collective over all ranks.
     """
@@ -63,20 +60,20 @@ def check_files(folder: Path) -> None:
         try:
             told = [dict(json.loads((folder / FILES).read_text()))]
         except (OSError, ValueError, TypeError) as error:
-            told = [f"{folder / FILES}: cannot be read ({error}); {ADVICE}"]
+            told = [f"{folder / FILES}: cannot be read ({error})"]
     dist.broadcast_object_list(told, src=0)
     wanted = told[0]
     if isinstance(wanted, str):
-        raise CheckpointError(wanted)
+        return wanted
     found = _shared_digests(folder, sorted(wanted))
     damaged = [name for name, text in found.items() if text != wanted[name]]
-    if damaged:
-        name = damaged[0]
-        raise CheckpointError(
-            f"{folder}: cannot be read: {len(damaged)} of {len(wanted)} files are not as they were "
-            f"saved, first {name}: {found[name]}, saved: {wanted[name]} (bytes and SHA-256); "
-            f"{ADVICE}"
-        )
+    if not damaged:
+        return ""
+    name = damaged[0]
+    return (
+        f"{folder}: {len(damaged)} of {len(wanted)} files are not as they were saved, first "
+        f"{name}: {found[name]}, saved: {wanted[name]} (bytes and SHA-256)"
+    )
 
 
 def _shared_digests(folder: Path, names: list[str]) -> dict[str, str]:

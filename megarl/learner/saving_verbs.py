@@ -40,7 +40,7 @@ class SavingVerbs:
         self._mark("save")
         return self._saving.end(wait)
 
-    def check_saved(self, path: str) -> None:
-        """Raise CheckpointError where what is in folder `path` is not as it was saved."""
+    def check_saved(self, path: str) -> str:
+        """How what is in folder `path` is not as it was saved; "" where it is."""
         self._mark("reading")
-        self._saving.check(path)
+        return self._saving.damage(path)

@@ -58,7 +58,7 @@ _SAVE = Verb("save", tuple[str, int], None, needs=("optimizer", "weights"))
 _BESIDE = (
     Verb("begin_save", tuple[str, int], None, needs=("optimizer", "weights")),
     Verb("end_save", tuple[bool], bool),
-    Verb("check_saved", tuple[str], None, deadline="learner_start_s"),
+    Verb("check_saved", tuple[str], str, deadline="learner_start_s"),
 )
 _LOAD = Verb(
     "load",

@@ -36,9 +36,9 @@ class Loading:
     def __init__(self, *bad: int) -> None:
         self.bad, self.loaded, self.position = bad, 0, -1
 
-    async def check_saved(self, path: Path) -> None:
-        if int(path.parent.name[1:]) in self.bad:
-            raise CheckpointError(f"{path}: 1 of 2 files are not as they were saved")
+    async def check_saved(self, path: Path) -> str:
+        is_bad = int(path.parent.name[1:]) in self.bad
+        return f"{path}: 1 of 2 files are not as they were saved" if is_bad else ""
 
     async def load(self, path: str) -> int:
         self.loaded = int(Path(path).parent.name[1:])

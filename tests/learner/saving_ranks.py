@@ -82,7 +82,7 @@ def full_disk(learner: Learner, step: Callable[[], object], folder: str) -> dict
     left = [path.name for path in Path(folder).parent.glob(f"{name}-full*")]
     step()
     learner.save(f"{folder}-full", 2)
-    learner.check_saved(f"{folder}-full")
+    assert learner.check_saved(f"{folder}-full") == ""
     return {"full": told, "left": left, "loaded": learner.load(f"{folder}-full")}
 
 

@@ -143,7 +143,7 @@ async def test_one_rank_goes_on_from_two_tensor_ranks(folder, plan, uninterrupte
         broken = shutil.copytree(folder / LAST, folder / "broken")
         for part in broken.glob("*.distcp"):
             os.truncate(part, part.stat().st_size // 2)
-        with pytest.raises(CheckpointError, match=r"load: .*broken.*cannot be read: . of . files"):
+        with pytest.raises(CheckpointError, match=r"load: .*broken: . of . files"):
             await client.load(broken)
 
 

@@ -1,13 +1,13 @@
 """A checkpoint's files are noticed when they are not as they were saved, by one bit or whole."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from megarl.errors import CheckpointError
-from megarl.learner.filesums import FILES, check_files, digests, write_digests
+from megarl.learner.filesums import FILES, damage, digests, write_digests
 
 
 @pytest.fixture
@@ -25,21 +25,19 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_untouched_files_pass(folder: Path) -> None:
-    check_files(folder)
+    assert damage(folder) == ""
 
 
 def test_one_flipped_bit_is_refused_by_the_name_of_its_file(folder: Path) -> None:
     damaged = bytearray(1000)
     damaged[500] ^= 64
     (folder / "__0_0.distcp").write_bytes(damaged)
-    with pytest.raises(CheckpointError, match=r"1 of 2 files .* first __0_0.distcp: 1000 .*older"):
-        check_files(folder)
+    assert re.search(r"1 of 2 files .* first __0_0.distcp: 1000 ", damage(folder))
 
 
 def test_missing_file_is_refused_by_its_name(folder: Path) -> None:
     (folder / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match=r"first .metadata: unreadable: No such file"):
-        check_files(folder)
+    assert re.search(r"first .metadata: unreadable: No such file", damage(folder))
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[1]"])
@@ -48,5 +46,4 @@ def test_list_that_cannot_be_read_is_refused(folder: Path, text: str | None) -> 
         (folder / FILES).unlink()
     else:
         (folder / FILES).write_text(text)
-    with pytest.raises(CheckpointError, match=r"files.json: cannot be read"):
-        check_files(folder)
+    assert re.search(r"files.json: cannot be read", damage(folder))
