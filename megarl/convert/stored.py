@@ -156,11 +156,12 @@ def whole_bits(source: Stored, bits: np.dtype[Any], box: Box | None = None) -> B
 
 
 def bands(
-    box: Box, itemsize: int, unit: int = 1, num_bytes: int = BAND_BYTES
+    box: Box, itemsize: int, unit: int = 1, num_bytes: int | None = None
 ) -> Iterator[tuple[Box, tuple[slice, ...]]]:
     """Parts of a box of about so many bytes, and where each lies in it; whole `unit`s of rows.
 
-    The dim that is cut is the first that has more than one index.
+    Without a number they are of BAND_BYTES. The dim that is cut is the first that has more than one
+    index.
 
     >>> [index for _, index in bands(((2, 3), (4, 9)), itemsize=4, num_bytes=8)]
     [(slice(0, 1, None), slice(0, 2, None)), (slice(0, 1, None), slice(2, 4, None)), \
@@ -168,7 +169,7 @@ def bands(
     """
     dim = next((d for d, (start, end) in enumerate(box) if end - start > 1), 0)
     row_bytes = itemsize * math.prod(end - start for start, end in box[dim + 1 :])
-    step = max(1, num_bytes // max(1, row_bytes) // unit) * unit
+    step = max(1, (num_bytes or BAND_BYTES) // max(1, row_bytes) // unit) * unit
     first, last = box[dim]
     for start in range(first, last, step):
         end = min(start + step, last)

@@ -108,6 +108,14 @@ def test_types_that_are_no_weights_are_compared_by_their_bytes(model: Path, caps
     )
     found = compared(model.with_name("c"), right, capsys, status=1)
     assert [difference["name"] for difference in found["differences"]] == ["buffer"]
+    other = changed(
+        right.rename(model.with_name("d")), lambda t: t.update(buffer=t["buffer"].int())
+    )
+    found = compared(model.with_name("d"), other, capsys, status=1)
+    assert found["types"] == {"buffer": ["I64", "I32"]}
+    assert [(d["name"], d["box"], d["largest"]) for d in found["differences"]] == [
+        ("buffer", [[0, 5]], None)
+    ]
 
 
 def test_float8_is_compared_as_the_numbers_that_it_stands_for(tmp_path: Path, capsys) -> None:

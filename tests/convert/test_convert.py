@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.cli import main
 from megarl.convert.convert import MEASURED_BYTES_PER_S
+from megarl.convert.dist_files import DistCheckpoint
 from megarl.float8 import BlockScaling, dequantize, quantize
 from megarl.reshard.files import INDEX
 from megarl.reshard.page import bytes_text
@@ -187,6 +188,20 @@ def test_dry_run_tells_of_files_and_bytes_and_writes_nothing(tmp_path: Path, cap
     for path in made.glob("*.safetensors"):
         assert f"  {path.name}  " in told
     assert f"{len(list(made.glob('*.safetensors')))} files" in told
+
+
+def test_rows_that_pad_a_vocabulary_are_zeros(tmp_path: Path) -> None:
+    shape = tiny_shape("Qwen3ForCausalLM", intermediate_size=128)  # larger than the head, before it
+    stored = models.write(tmp_path / "a", shape)
+    made = DistCheckpoint(converted(tmp_path / "a", tmp_path / "b"))
+    for key, name in (
+        ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        ("output_layer.weight", "lm_head.weight"),
+    ):
+        (found,) = (made.read(chunk) for chunk in made.chunks if chunk.key == key)
+        assert len(found) == 128
+        assert torch.equal(found[: len(stored[name])], stored[name])
+        assert not found[len(stored[name]) :].view(torch.int16).any()
 
 
 @pytest.mark.parametrize("options", [(), ("--to", "hf"), ("--to", "hf", "--dtype", "fp8")])
