@@ -125,7 +125,8 @@ def test_learner_killed_while_it_is_offloaded_ends_the_run_which_then_resumes(
 ) -> None:
     run = quickstart("--loop.versions", "6", "--checkpoint.every", "2", *SHARED)
     run.start()
-    run.until(in_stage(run, "generating", 3))
+    generates = in_stage(run, "generating", 3)
+    run.until(lambda: run.is_saved(2) and generates())
     learner_rank(run, 1).send_signal(signal.SIGKILL)
     assert run.wait(60) == 1
     assert "rank 1" in run.output[-2000:] and "SIGKILL" in run.output[-2000:]

@@ -75,7 +75,7 @@ def test_killed_rank_of_a_critic_apart_ends_the_run_with_its_name_and_the_same_c
         "--loop.versions", "6", "--checkpoint.every", "2", *APART, *settings, example=PPO
     )
     run.start()
-    run.until(lambda: len(run.rows) >= 3)
+    run.until(lambda: len(run.rows) >= 3 and run.is_saved(2))
     rank = json.loads((run.dir / "logs" / "critic-rank1.phase").read_text())
     os.kill(rank["pid"], signal.SIGKILL)
     assert run.wait(60) == 1
