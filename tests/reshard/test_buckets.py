@@ -81,6 +81,13 @@ def test_bucket_ends_only_where_the_next_copy_does_not_fit() -> None:
     assert ends > 16
 
 
+def test_bucket_may_be_filled_to_its_last_byte() -> None:
+    operations = PLAN.operations_to(0)
+    full = next(b for b in buckets(PLAN, operations, LIMIT) if len(b.rows) > 1 and b.number == 0)
+    again = buckets(PLAN, operations, full.num_bytes)
+    assert full.rows in [b.rows for b in again if b.source == full.source]
+
+
 def test_copy_larger_than_a_bucket_has_one_of_its_own() -> None:
     operations = PLAN.operations_to(0)
     assert all(len(b.rows) == 1 for b in buckets(PLAN, operations, 1))

@@ -289,6 +289,24 @@ def test_page_names_the_slowest_resource_and_its_ranks() -> None:
     assert "moved / minimum 1.0000" in " ".join(text.split())
 
 
+def test_balance_is_told_where_something_crosses_the_network_alone() -> None:
+    apart = planned(*DENSE_PAIR, False, 4)
+    together = planned(DENSE, LearnerMesh(), ServerMesh(), True, 4)
+    assert "busiest / mean: senders" in page(explained(apart), {})
+    alone = page(explained(together), {})
+    assert "busiest / mean" not in alone and "nothing has to cross the network" in alone
+
+
+def test_page_shows_every_tensor_of_both_layouts_once() -> None:
+    plan = planned(DENSE, LearnerMesh(tp=2), ServerMesh(), True, 4)
+    lines = page(explained(plan), {}).splitlines()
+    names = [line.split()[0] for line in lines if re.search(r" \d shards?\b", line)]
+    assert len(names) == len(set(names)) == 22
+    assert {"output_layer.weight", "lm_head.weight", "model.norm.weight"} <= set(names)
+    parts = [line.strip() for line in lines]
+    assert "q_proj->0 k_proj->16 v_proj->24" in parts and "down_proj->0" in parts
+
+
 def test_columns_of_bytes_end_where_their_titles_do() -> None:
     lines = page(explained(planned(*DENSE_PAIR, False, 4)), {}).splitlines()
     (title,) = (i for i, line in enumerate(lines) if line.startswith("bytes"))

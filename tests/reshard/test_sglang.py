@@ -123,6 +123,19 @@ def test_float8_is_refused_where_a_cpu_server_would_pad_it(
     assert on_gpu.ranks == on_cpu.ranks  # nothing is padded, so that both hold the same
 
 
+def test_float8_experts_are_refused_on_a_cpu_only_where_they_would_be_padded() -> None:
+    shape = tiny_shape("Qwen3MoeForCausalLM")
+    assert shape.moe is not None
+    wide, narrow = (
+        replace(shape, moe=replace(shape.moe, expert_intermediate_size=size)) for size in (24, 20)
+    )
+    layout = sglang_layout(wide, ServerMesh(2, cpu=True), (4, 4))
+    assert layout.ranks == sglang_layout(wide, ServerMesh(2), (4, 4)).ranks
+    words = "SGLang pads 20 columns of an expert's down_proj to a multiple of 8 with float8"
+    with pytest.raises(LayoutError, match=words):
+        sglang_layout(narrow, ServerMesh(2, cpu=True), (4, 4))
+
+
 def test_largest_servers_are_laid_out() -> None:
     layout = sglang_layout(KIMI_K2, ServerMesh(32, servers=8), (64, 64))
     assert len(layout.rank_ids) == 256
