@@ -274,6 +274,21 @@ def test_layouts_whose_boxes_overlap_in_any_way_are_planned_exactly(data: st.Dat
     assert len(held(destination)) == len(destination.ranks)
 
 
+def test_parameter_that_a_rank_holds_in_three_tensors_is_written_into_all_of_them() -> None:
+    parameter, box = Parameter("w", (4, 3), "gate"), ((0, 4), (0, 3))
+    names = ("a", "b", "c")
+    tensors = tuple(LocalTensor(name, (4, 3)) for name in names)
+    pieces = tuple(Piece("w", box, name, (0, 0)) for name in names)
+    table = one_block((parameter,))
+    thrice = explicit_layout("thrice", table, [RankLayout(0, tensors, pieces)])
+    whole = {"w": np.arange(12).reshape(4, 3)}
+    plan = make_plan(full_layout(table), thrice)
+    (got,) = execute(plan, [whole], thrice)
+    assert {name: got[name].tolist() for name in names} == dict.fromkeys(names, whole["w"].tolist())
+    back = execute(make_plan(thrice, full_layout(table)), [got], full_layout(table))
+    assert_equal(back, [whole])
+
+
 @pytest.mark.parametrize(
     "shape",
     [(2, 14336, 4096), (3, 20, 1024, 1024), (40_000_000,), (5, 7), (1, 1, 100_000_000)],
