@@ -98,16 +98,26 @@ class RealServer:
         argv += switches
         if has_loader:
             argv += ["--custom-weight-loader", LOAD_FORMAT, *LOADERS]
-        with log.open("wb") as output:
+        self._argv, self._added = argv, {**self._environment(tp), **(environment or {})}
+        self._start()
+
+    def _start(self) -> None:
+        with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                argv,
+                self._argv,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**self._environment(tp), **(environment or {})},
+                env=self._added,
                 cwd=ROOT,
                 start_new_session=True,
             )
+
+    def revive(self) -> None:
+        """Start it anew where a test has ended it."""
+        if self.process.poll() is not None:
+            self._start()
+            self.wait()
 
     def _environment(self, tp: int) -> dict[str, str]:
         cores = sorted(os.sched_getaffinity(0))

@@ -1,7 +1,7 @@
 """Modes `hf` and `disk` with a real SGLang server that lacks megarl's loader, from TP2 x PP2.
 
 What arrives is compared with plain slices (SGLang's own checksums) and, in log-probs, with Hugging
-Face. The last test ends the server.
+Face. A server that a test has ended is started anew.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Site:
     server: RealServer
     oracle: Oracle
     version: int = 0
+    served: tuple[int, int] = (0, 0)  # the last version that was proved, and its seed
 
     @property
     def shape(self) -> ModelShape:
@@ -87,19 +88,23 @@ class Site:
         assert all(isinstance(answer, SyncReport) for answer in answers), answers
         assert all(answer.servers == answers[0].servers for answer in answers)
         report: SyncReport = answers[0]
+        if all(server.verified for server in report.servers):
+            self.served = self.version, seed
         return report
 
     def assert_served(self, seed: int) -> None:
-        """The server's bytes and label are those of the last publish; log-probs its probe saw."""
+        """The server's bytes and label are those of the last publish that was proved."""
+        version, last = self.served
+        assert last == seed
         tensors, tp = tiny.weights(self.shape, seed), self.server.endpoint.tp
         wanted = tiny.on_mesh(self.shape, ServerMesh(tp), tensors)
         for found, mine in zip(self.server.checksums(), wanted, strict=True):
             assert {name: found[name] for name in mine} == {
                 name: tiny.sha256(tensor) for name, tensor in mine.items()
             }
-        assert self.server.version() == str(self.version)
+        assert self.server.version() == str(version)
         tokens, _, label = self.server.sample([7, 33, 120], 4)
-        assert (len(tokens), label) == (4, str(self.version))
+        assert (len(tokens), label) == (4, str(version))
 
 
 def made(folder: Path, model: str, tp: int, has_loader: bool) -> Iterator[Site]:
@@ -117,8 +122,14 @@ def made(folder: Path, model: str, tp: int, has_loader: bool) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     yield from made(tmp_path_factory.mktemp("modes"), "dense", 1, has_loader=False)
+
+
+@pytest.fixture
+def site(shared: Site) -> Site:
+    shared.server.revive()
+    return shared
 
 
 @pytest.fixture
@@ -164,10 +175,10 @@ def test_auto_takes_hf_where_there_is_no_loader(site: Site) -> None:
 
 
 def test_exact_is_refused_in_words_where_there_is_no_loader(site: Site) -> None:
+    assert_verified(site.publish(3, ModeSettings("auto")))
     (found,) = site.publish(4, ModeSettings("exact")).servers
     assert not found.verified
     assert "without --custom-weight-loader" in found.error
-    site.version -= 1
     site.assert_served(3)  # nothing was touched
 
 

@@ -1,6 +1,6 @@
 """Publishing into real SGLang servers: arrival proved, sabotage refused, nobody left hanging.
 
-One TP1 and one TP2 server are shared by all tests; the last one kills the TP1 server.
+One TP1 and one TP2 server are shared by all tests; one that a test has killed is started anew.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.weight_sync.tiny import SHAPE
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("weight_sync")
     model = make_model(folder / "model")
     servers = [RealServer(f"tp{tp}", model, tp, folder / f"tp{tp}.log") for tp in (1, 2)]
@@ -52,6 +52,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     finally:
         for server in servers:
             server.kill()
+
+
+@pytest.fixture
+def site(shared: Site) -> Site:
+    shared.tp1.revive()
+    shared.tp2.revive()
+    return shared
 
 
 @pytest.fixture(scope="module")
