@@ -103,6 +103,28 @@ def test_units_are_as_wide_as_both_sides_allow_and_types_are_kept_apart() -> Non
     assert not mixed.is_plain and mixed.unit == 0
 
 
+def test_copy_is_plain_only_where_both_sides_are_contiguous() -> None:
+    whole, parted = {"w": torch.randn(4, 12)}, {"v": torch.zeros(4, 48)}
+    for source, destination in ((whole, parted), (parted, whole)):
+        ((of, _),), ((to, _),) = source.items(), destination.items()
+        move = Move(0, 0, "w", ((0, 4), (0, 12)), of, (0, 0), to, (0, 0))
+        (copy,) = batches.batch([move], source, destination)
+        assert not copy.is_plain and batches.Prepared((copy,), source, destination, 1).run() == 1
+    assert torch.equal(parted["v"][:, :12], whole["w"])
+
+
+def test_neighbouring_dims_become_one_where_both_sides_allow_it() -> None:
+    def folded(of: tuple[int, int], to: tuple[int, int]) -> tuple[int, ...]:
+        views = [
+            batches.View(name, 0, (2, 8), strides)
+            for name, strides in zip("wv", (of, to), strict=True)
+        ]
+        return batches._folded(batches.Copy(views[0], views[1])).source.sizes
+
+    assert folded((8, 1), (8, 1)) == (16,)
+    assert folded((9, 1), (8, 1)) == folded((8, 1), (9, 1)) == (2, 8)
+
+
 @pytest.mark.parametrize("past_caches", [False, True], ids=["torch", "past caches"])
 @pytest.mark.parametrize("part_bytes", [1, 600, 1 << 20])
 def test_copies_on_a_cpu_are_the_same_in_parts_of_any_size(

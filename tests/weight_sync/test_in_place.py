@@ -196,6 +196,18 @@ def test_table_that_points_beyond_the_memory_or_elsewhere_is_refused(stretch: li
     memory.close()
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_place_of_what_is_read_names_the_arena_where_it_holds_copies_alone(in_memory: bool) -> None:
+    """What was prepared to read from one memory serves on where its small table is made anew."""
+    memory = live_memory(RUN, 0, 256)
+    arena = _arena([dataclasses.asdict(memory.ref), [[0, 128, 0, in_memory]]])
+    reader = InPlaceReader(arena.ref, DIGEST)
+    assert (reader.where[2] is None) == in_memory
+    reader.close()
+    arena.close()
+    memory.close()
+
+
 def test_table_without_a_memory_is_refused() -> None:
     arena = _arena([{}, []])
     with pytest.raises(WeightSyncError, match="table cannot be read"):

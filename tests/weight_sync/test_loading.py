@@ -187,6 +187,19 @@ def test_server_is_asked_what_it_is_once_for_each_incarnation(learner: Any, serv
     assert routes(server).count("server_info") == 2
 
 
+def test_mode_is_logged_once_for_each_incarnation(
+    learner: Any, serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, server = learner(ModeSettings("hf")), serve()
+    told = []
+    with caplog.at_level("INFO", "megarl.weight_sync.modes"):
+        for incarnation in (0, 0, 1):
+            server.endpoint = replace(server.endpoint, incarnation=incarnation)
+            mine.publish(1, server)
+            told.append(sum("weight sync mode server=" in text for text in caplog.messages))
+    assert told == [1, 1, 2]
+
+
 @pytest.mark.parametrize("via", ["request", "broadcast"])
 def test_wrong_log_probs_stop_a_server_and_the_next_sync_repairs_it_in_a_new_group(
     learner: Any, serve: Any, via: Via

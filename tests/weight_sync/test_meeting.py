@@ -110,6 +110,19 @@ def test_store_that_does_not_answer_is_given_up_in_time() -> None:
     release.set()
 
 
+def test_store_that_is_gone_has_no_refusal_to_tell() -> None:
+    board = AckBoard("127.0.0.1")
+    call = Call(board.address, "k", MEMBERS)
+    store = stores.connect(call.store)
+    meeting.refuse(store, call, "TP rank 1: its reasons")
+    until = time.monotonic() + 30
+    assert meeting.first_refusal(store, call, MEMBERS[0], until) == "TP rank 1: its reasons"
+    assert meeting.first_refusal(store, call, "TP rank 1", until) == ""
+    del board
+    assert meeting.first_refusal(store, call, MEMBERS[0], until) == ""
+    assert time.monotonic() < until - 5  # at once, not at the deadline
+
+
 def test_address_is_that_of_the_interface_which_leads_to_the_store() -> None:
     assert address_toward("127.0.0.1") == "127.0.0.1"
     own = socket.gethostbyname(socket.gethostname())
