@@ -18,7 +18,7 @@ from megarl.errors import WeightSyncError
 from megarl.float8 import BlockScaling
 from megarl.reshard.mesh import LearnerMesh
 from megarl.types import ServerEndpoint, ServerSync, SyncReport
-from megarl.weight_sync.control import SourceSpec
+from megarl.weight_sync.control import LOAD_FORMAT, SourceSpec
 from megarl.weight_sync.full import FullBucket, FullTensor
 from megarl.weight_sync.modes import ModalSync, ModeSettings
 from megarl.weight_sync.probe import Probe
@@ -177,6 +177,17 @@ def test_auto_takes_sglangs_calls_where_there_is_no_loader_and_exact_refuses(
     assert routes(server) == ["server_info"]
     mine = learner(ModeSettings("auto"))
     assert_served(server, mine, 2, *mine.publish(2, server).servers)
+
+
+@pytest.mark.parametrize("mode", ["exact", "auto"])
+def test_server_with_the_loader_is_sent_the_loaders_own_messages(
+    learner: Any, serve: Any, mode: Literal["exact", "auto"]
+) -> None:
+    """Which this one, that has none in truth, refuses."""
+    server = serve(custom_weight_loader=[LOAD_FORMAT])
+    (result,) = learner(ModeSettings(mode)).publish(1, server).servers
+    assert not result.verified and "not one payload for each rank" in result.error
+    assert "update_weights_from_tensor" in routes(server)
 
 
 def test_server_is_asked_what_it_is_once_for_each_incarnation(learner: Any, serve: Any) -> None:

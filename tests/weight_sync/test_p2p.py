@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import psutil
 import pytest
 
-from megarl.errors import RolloutError
+from megarl.errors import RolloutError, WeightSyncError
 from megarl.reshard.mesh import LearnerMesh
 from megarl.rollout.client import Completion
 from megarl.rollout.proved import ProvedVersions
@@ -283,6 +283,29 @@ def test_message_let_go_after_its_sync_was_given_up_does_not_end_the_next_sync(
     report = sync.publish(3, [server.endpoint])  # the message of the sync before is let go
     assert report.servers[0].verified, report
     assert sync.sender.peers("server-0")._group is not None  # nobody has dropped it meanwhile
+    sync.close()
+
+
+def test_learner_that_cannot_sum_its_weights_says_so_and_vouches_for_no_server(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, server = SourceSpec(SHAPE, LearnerMesh()), world.server("server-0", ("b",))
+    parameters = tiny.on_learner(spec, tiny.weights(SHAPE, 1))[0]
+    sync = WeightSync(
+        f"nosum{os.getpid()}", spec, 0, parameters, "fp32",
+        cpu_servers=True, deadline_s=30.0, place=Place("a", 0),
+    )  # fmt: skip
+    assert sync.publish(1, [server.endpoint]).servers[0].verified
+
+    def broken() -> dict[str, int]:
+        raise WeightSyncError("as it was meant to")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sync.sender, "checksums", broken)
+        with pytest.raises(WeightSyncError, match="as it was meant to"):
+            sync.publish(2, [server.endpoint])
+    assert server.version != "2"
+    assert sync.publish(3, [server.endpoint]).servers[0].verified and server.holds(1)
     sync.close()
 
 
