@@ -175,9 +175,22 @@ def on_another_node(route: Route) -> Route:
     return replace(route, deliveries=(replace(first, node=77), *route.deliveries[1:]))
 
 
+def with_a_node_served_in_two_deliveries(route: Route) -> Route:
+    first, *others = route.deliveries
+    blocks = len(route.senders) // route.num_network
+    parts = [
+        Delivery(first.node, members, (members[0],) * blocks)
+        for members in (first.members[:1], first.members[1:])
+    ]
+    return Route(
+        (0,) * (blocks * (route.num_network + 1)), (*parts, *others), route.num_network + 1
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (with_a_node_served_in_two_deliveries, "a node is served twice"),
         (without_last_delivery, "not each of"),
         (with_first_delivery_twice, "not each of"),
         (with_sender_that_does_not_exist, "not among the holders"),

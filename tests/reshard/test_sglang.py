@@ -141,6 +141,18 @@ def test_largest_servers_are_laid_out() -> None:
     assert len(layout.rank_ids) == 256
 
 
+@pytest.mark.parametrize(("pp", "rows"), [(1, None), (2, 32)])
+def test_tied_head_on_a_stage_of_its_own_is_cut_over_all_ranks_of_the_server(
+    pp: int, rows: int | None
+) -> None:
+    """Where attention is data parallel; on the stage of the embedding it is the embedding."""
+    shape = tiny_shape(tie_embeddings=True)
+    layout = sglang_layout(shape, ServerMesh(4, attention_dp=2, pp=pp))
+    found = {t.name: t.shape for rank in layout.ranks for t in rank.tensors}
+    assert found["model.embed_tokens.weight"][0] == 64  # of 128, over the two of one attention
+    assert found.get("lm_head.weight", (None,))[0] == rows
+
+
 def test_kv_heads_are_copied_where_ranks_outnumber_them() -> None:
     layout = sglang_layout(tiny_shape(), ServerMesh(4))
     keys = [
