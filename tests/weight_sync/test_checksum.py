@@ -195,6 +195,24 @@ def test_runs_are_as_long_as_global_order_allows(box: Box, starts: list[int], le
     assert (found[0].tolist(), found[1]) == (starts, length)
 
 
+@pytest.mark.parametrize(
+    ("shape", "memory", "num_runs"),
+    [
+        ((3, 4, 5), (20, 5, 1), 1),
+        ((3, 4, 5), (24, 6, 1), 12),
+        ((3, 4, 5), (99, 5, 1), 3),
+        ((3, 1, 5), (5, 77, 1), 1),  # where there is one, its stride says nothing
+        ((1, 4, 5), (77, 5, 1), 1),
+    ],
+)
+def test_runs_lie_whole_in_memory_and_are_no_shorter_than_that(
+    shape: tuple[int, ...], memory: tuple[int, ...], num_runs: int
+) -> None:
+    starts, length = checksum.runs(shape, tuple((0, size) for size in shape), memory)
+    size = int(np.prod(shape))
+    assert (length, starts.tolist()) == (size // num_runs, list(range(0, size, size // num_runs)))
+
+
 def test_values_of_another_shape_than_the_box_are_refused() -> None:
     with pytest.raises(ShapeError, match="exactly the elements"):
         box_checksum(torch.zeros(3, 4), "w", (8, 4), ((0, 2), (0, 4)))

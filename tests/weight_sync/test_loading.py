@@ -158,13 +158,25 @@ def test_weights_come_from_disk_and_older_folders_go(
 
 @pytest.mark.parametrize("via", ["request", "broadcast"])
 def test_float8_arrives_as_numpy_makes_it_and_its_loss_is_reported(
-    learner: Any, serve: Any, via: Via
+    learner: Any, serve: Any, via: Via, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(json_model_override_args=model_overrides((128, 128)))
     mine = learner(ModeSettings("hf", hf_via=via), BLOCK)
-    report = mine.publish(3, server)
+    with caplog.at_level("INFO", "megarl.weight_sync.quantized"):
+        report = mine.publish(3, server)
+    assert sum("weights quantized layer=" in text for text in caplog.messages) == 2
     assert_served(server, mine, 3, *report.servers)
     assert 0.01 < report.quantization.mean <= report.quantization.largest < 0.06  # 3 bits
+
+
+def test_groups_with_servers_are_left_when_the_sync_is_closed(learner: Any, serve: Any) -> None:
+    servers = [serve("server-0"), serve("server-1")]
+    mine = learner(ModeSettings("hf", hf_via="broadcast"))
+    assert all(found.verified for found in mine.publish(1, *servers).servers)
+    groups = [group for _, group in mine.sync._stock._groups.values()]
+    assert [group.is_open for group in groups] == [True, True]
+    mine.sync.close()
+    assert [group.is_open for group in groups] == [False, False]
 
 
 def test_auto_takes_sglangs_calls_where_there_is_no_loader_and_exact_refuses(

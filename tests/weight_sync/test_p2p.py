@@ -13,18 +13,13 @@ from collections.abc import Callable, Sequence
 import psutil
 import pytest
 
-from megarl.errors import RolloutError, WeightSyncError
+from megarl.errors import RolloutError
 from megarl.reshard.mesh import LearnerMesh
 from megarl.rollout.client import Completion
 from megarl.rollout.proved import ProvedVersions
 from megarl.types import SyncReport, VersionSpan
-from megarl.weight_sync import session
-from megarl.weight_sync.control import SourceSpec
-from megarl.weight_sync.session import WeightSync
-from tests.weight_sync import tiny
-from tests.weight_sync.faults import Fault, in_learner_rank
+from tests.weight_sync.faults import Fault
 from tests.weight_sync.forked import Answers, Learner, Place, Server, distinct_bytes
-from tests.weight_sync.tiny import SHAPE
 from tests.weight_sync.worlds import LONG_S, SHORT_S, World, first_error, held, verified
 
 GROWTH_KIB = 1024  # of one rank over twenty syncs, each of which moves 344 KiB
@@ -262,51 +257,6 @@ def test_old_update_that_reaches_a_server_started_anew_holds_nobody_up(world: Wo
     server.is_open = False
     assert verified(learner.publish(2, 2, [server]))
     assert server.holds(2)
-
-
-def test_message_let_go_after_its_sync_was_given_up_does_not_end_the_next_sync(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session, "_GRACE_S", 0.5)
-    spec, server = SourceSpec(SHAPE, LearnerMesh()), world.server("server-0", ("b",))
-    parameters = tiny.on_learner(spec, tiny.weights(SHAPE, 1))[0]
-    sync = WeightSync(
-        f"late{os.getpid()}", spec, 0, parameters, "fp32",
-        cpu_servers=True, deadline_s=30.0, place=Place("a", 0), bucket_bytes=16 << 10,
-    )  # fmt: skip
-    assert sync.publish(1, [server.endpoint]).servers[0].verified
-    with in_learner_rank(Fault("late", 1, for_s=2.5), parameters):
-        sync._deadline_s = 0.8
-        assert not sync.publish(2, [server.endpoint]).servers[0].verified
-    server.drain()
-    server.faults, sync._deadline_s = [Fault("late", 3, for_s=2.5)], 30.0  # still sending when
-    report = sync.publish(3, [server.endpoint])  # the message of the sync before is let go
-    assert report.servers[0].verified, report
-    assert sync.sender.peers("server-0")._group is not None  # nobody has dropped it meanwhile
-    sync.close()
-
-
-def test_learner_that_cannot_sum_its_weights_says_so_and_vouches_for_no_server(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec, server = SourceSpec(SHAPE, LearnerMesh()), world.server("server-0", ("b",))
-    parameters = tiny.on_learner(spec, tiny.weights(SHAPE, 1))[0]
-    sync = WeightSync(
-        f"nosum{os.getpid()}", spec, 0, parameters, "fp32",
-        cpu_servers=True, deadline_s=30.0, place=Place("a", 0),
-    )  # fmt: skip
-    assert sync.publish(1, [server.endpoint]).servers[0].verified
-
-    def broken() -> dict[str, int]:
-        raise WeightSyncError("as it was meant to")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(sync.sender, "checksums", broken)
-        with pytest.raises(WeightSyncError, match="as it was meant to"):
-            sync.publish(2, [server.endpoint])
-    assert server.version != "2"
-    assert sync.publish(3, [server.endpoint]).servers[0].verified and server.holds(1)
-    sync.close()
 
 
 @pytest.mark.parametrize("nodes", [("b", "b"), ("a", "a")], ids=["apart", "beside"])
