@@ -19,7 +19,10 @@ from tests.megatron_engine import Engine
 
 NUM_PROMPT, NUM_TOKENS = 8, 64  # of each sample, of which two fill a microbatch
 MAX_RATIO = {"score": 2.25, "train": 1.5}  # planned over measured, beside the state
-UNEVEN = 1.25  # measured over planned where ranks of experts take uneven parts of the tokens
+# Measured over planned, at most: 0.90 to 1.11 was seen. Gloo lets go of what it has exchanged a
+# moment later, and the profiler's clock may swap an allocation with a release before it.
+LATE = 1.15
+UNEVEN = 1.25  # where ranks of experts take uneven parts of the tokens
 
 CRITIC = {"advantage": {"estimator": "gae"}}
 FROZEN = {"kl": {"coef": 0.1}, "reference": {"storage": "fp8"}}
@@ -137,6 +140,6 @@ def test_phase_takes_no_more_than_planned_and_not_much_less(
     for rank in seen[name]:
         planned, measured = rank[phase]["planned"], rank[phase]["measured"]
         print(f"{name} {phase}: planned {planned}, measured {measured}: {planned / measured:.2f}")
-        share = UNEVEN if CASES[name].case.parallel.get("ep", 1) > 1 else 1.0
+        share = UNEVEN if CASES[name].case.parallel.get("ep", 1) > 1 else LATE
         assert measured <= share * planned
         assert planned <= MAX_RATIO[phase] * measured
