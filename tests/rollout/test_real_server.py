@@ -1,11 +1,12 @@
 """A real SGLang server with a random model: what it samples is what Hugging Face computes.
 
-One server for the whole module. The last test kills its scheduler, as the run must survive it.
+One server for the whole module, started anew by the pool where a test has killed its scheduler.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -40,6 +41,7 @@ from tests.rollout.running import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 VOCAB = 96
+START_S = 300.0
 CLOSE = 1e-4  # nats; fp32 on both sides, 1.4e-6 to 6.7e-6 was seen
 Model = Qwen3ForCausalLM
 
@@ -80,6 +82,7 @@ class Running:
     run_dir: Path
     handles: list[RealHandle]
     network: Model
+    is_synced: bool = False
 
     def collector(self, **sampling: Any) -> Collector:
         """A collector like the run's, sampling as said."""
@@ -107,8 +110,8 @@ async def post(endpoint: ServerEndpoint, route: str, body: dict[str, object]) ->
         assert response.status == 200, await response.text()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(
+@contextlib.asynccontextmanager
+async def started(
     model: tuple[Path, Model], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Running]:
     folder, network = model
@@ -127,6 +130,45 @@ async def running(
     finally:
         await pool.aclose()
     assert not [p for p in psutil.pids() if p == handles[-1].pid]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(
+    model: tuple[Path, Model], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Running]:
+    async with started(model, tmp_path_factory) as made:
+        yield made
+
+
+async def endpoint_of(pool: ServerPool) -> ServerEndpoint:
+    """The server's, once it is there."""
+    async with asyncio.timeout(START_S):
+        while not pool.endpoints():
+            await asyncio.sleep(0.05)
+    return pool.endpoints()[0]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fresh(
+    running: Running, model: tuple[Path, Model], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Running]:
+    """With a server that has never been synced: another one, where that of all has been."""
+    if not running.is_synced:
+        running.is_synced = True  # the test does it
+        yield running
+        return
+    async with started(model, tmp_path_factory) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def synced(running: Running) -> Running:
+    """With a server that may be routed to."""
+    endpoint = await endpoint_of(running.pool)
+    await set_version(endpoint, 0)
+    running.pool.mark_verified(verified([endpoint], 0))
+    running.is_synced = True
+    return running
 
 
 @torch.no_grad()
@@ -154,49 +196,49 @@ async def collected(collector: Collector, count: int, version: int) -> list[Grou
         await collector.close()
 
 
-async def test_unsynced_server_is_not_routable_but_can_be_probed(running: Running) -> None:
-    endpoint = running.pool.endpoints()[0]
-    collector = running.collector()
+async def test_unsynced_server_is_not_routable_but_can_be_probed(fresh: Running) -> None:
+    endpoint = fresh.pool.endpoints()[0]
+    collector = fresh.collector()
     samples = await collector.probe(endpoint, make_prompts(3), max_new_tokens=6)
     await collector.close()
     assert [s.oldest_version for s in samples] == [-1] * 3
-    assert worst_difference(running.network, samples, 1.0) < CLOSE
-    running.pool.mark_verified(verified([endpoint], 0))  # though its label is still the first one
+    assert worst_difference(fresh.network, samples, 1.0) < CLOSE
+    fresh.pool.mark_verified(verified([endpoint], 0))  # though its label is still the first one
     with pytest.raises(RolloutError, match="weights it was started with, which that"):
-        await collected(running.collector(), 1, version=0)
+        await collected(fresh.collector(), 1, version=0)
     await set_version(endpoint, 0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_behavior_logprobs_are_those_of_the_scaled_logits(
-    running: Running, temperature: float
+    synced: Running, temperature: float
 ) -> None:
-    groups = await collected(running.collector(temperature=temperature), 6, version=0)
+    groups = await collected(synced.collector(temperature=temperature), 6, version=0)
     samples = [sample for group in groups for sample in group.samples]
     assert len(samples) == 6 * 4
     assert len({s.response_ids for s in groups[0].samples}) > 1
-    assert worst_difference(running.network, samples, temperature) < CLOSE
+    assert worst_difference(synced.network, samples, temperature) < CLOSE
     if temperature != 1.0:
-        assert worst_difference(running.network, samples, 1.0) > 0.1
+        assert worst_difference(synced.network, samples, 1.0) > 0.1
 
 
-async def test_greedy_evaluation_is_that_of_hugging_face(running: Running) -> None:
-    collector = running.collector()
+async def test_greedy_evaluation_is_that_of_hugging_face(synced: Running) -> None:
+    collector = synced.collector()
     prompts = make_prompts(6)
     samples = await collector.evaluate(prompts, 0)
     await collector.close()
     for prompt, sample in zip(prompts, samples, strict=True):
-        expected = running.network.generate(
+        expected = synced.network.generate(
             torch.tensor([prompt.prompt_ids]), do_sample=False, max_new_tokens=24
         )[0, len(prompt.prompt_ids) :]
         assert list(sample.response_ids) == expected.tolist()
 
 
 async def test_response_ends_with_the_first_stop_token_and_its_text_is_without(
-    running: Running,
+    synced: Running,
 ) -> None:
     stops = [str(token) for token in range(40, 60)]
-    groups = await collected(running.collector(stop=stops), 4, version=0)
+    groups = await collected(synced.collector(stop=stops), 4, version=0)
     samples = [sample for group in groups for sample in group.samples]
     ended = [s for s in samples if s.finish_reason == "stop"]
     assert ended
@@ -208,9 +250,9 @@ async def test_response_ends_with_the_first_stop_token_and_its_text_is_without(
 
 
 async def test_each_key_opens_its_own_calls_and_neither_shows_in_the_process_list(
-    running: Running,
+    synced: Running,
 ) -> None:
-    endpoint = running.pool.endpoints()[0]
+    endpoint = synced.pool.endpoints()[0]
     async with aiohttp.ClientSession() as http:
         await calls.freeze_gc(http, endpoint)
         swapped = ServerEndpoint(
@@ -220,13 +262,13 @@ async def test_each_key_opens_its_own_calls_and_neither_shows_in_the_process_lis
             await calls.freeze_gc(http, swapped)
         with pytest.raises(RolloutError, match="HTTP 401"):
             await calls.model_info(http, swapped)
-    main = psutil.Process(running.handles[0].pid)
+    main = psutil.Process(synced.handles[-1].pid)
     for process in [main, *main.children(recursive=True)]:
         assert endpoint.api_key not in " ".join(process.cmdline())
 
 
-async def test_aborted_requests_end_before_their_last_token(running: Running) -> None:
-    endpoint = running.pool.endpoints()[0]
+async def test_aborted_requests_end_before_their_last_token(synced: Running) -> None:
+    endpoint = synced.pool.endpoints()[0]
     client = RolloutClient()
     sampling = Sampling(1.0, 480)
     ids = tuple("abcdefgh")  # so many that an abort overtakes them on a busy machine too
@@ -241,17 +283,17 @@ async def test_aborted_requests_end_before_their_last_token(running: Running) ->
 
 
 async def test_prompt_too_long_for_the_model_is_an_error_with_the_engines_text(
-    running: Running,
+    synced: Running,
 ) -> None:
     with pytest.raises(RolloutError, match="maximum context length of 512"):
-        await collected(running.collector(max_new_tokens=600), 1, version=0)
+        await collected(synced.collector(max_new_tokens=600), 1, version=0)
 
 
-async def test_paused_server_takes_no_core_and_goes_on_when_it_is_resumed(running: Running) -> None:
-    endpoint = running.pool.endpoints()[0]
+async def test_paused_server_takes_no_core_and_goes_on_when_it_is_resumed(synced: Running) -> None:
+    endpoint = synced.pool.endpoints()[0]
     await post(endpoint, "/pause_generation", {"mode": "retract"})
-    sampled = asyncio.create_task(collected(running.collector(), 1, version=0))
-    scheduler = psutil.Process(scheduler_pid(running.handles[-1].pid))
+    sampled = asyncio.create_task(collected(synced.collector(), 1, version=0))
+    scheduler = psutil.Process(scheduler_pid(synced.handles[-1].pid))
     await asyncio.sleep(0.5)  # for what the pause and the requests themselves take
     before = sum(scheduler.cpu_times()[:2])
     await asyncio.sleep(2.0)
@@ -263,28 +305,29 @@ async def test_paused_server_takes_no_core_and_goes_on_when_it_is_resumed(runnin
 
 
 async def test_memory_is_released_when_the_server_is_idle_and_samples_are_right_after_it(
-    running: Running,
+    synced: Running,
 ) -> None:
-    occupation = running.pool.occupation
-    sampling = running.collector(max_new_tokens=120)
+    occupation, num_handles = synced.pool.occupation, len(synced.handles)
+    sampling = synced.collector(max_new_tokens=120)
     generating = asyncio.create_task(collected(sampling, 2, version=0))  # all it may have at once
-    while running.pool._servers[0].num_inflight < 8:
+    while synced.pool._servers[0].num_inflight < 8:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
     assert await occupation.give(keep=frozenset({"weights"})) == TAGS - {"weights"}
     groups = await generating  # it waited for them; SGLang would have ended
     assert [len(group.samples) for group in groups] == [4, 4]
-    assert len(running.handles) == 1
+    assert len(synced.handles) == num_handles
     assert await occupation.give(keep=frozenset()) == {"weights"}
     assert await occupation.take(frozenset({"weights"})) == {"weights"}
     assert await occupation.take(TAGS) == TAGS - {"weights"}
-    groups = await collected(running.collector(), 4, version=0)
+    groups = await collected(synced.collector(), 4, version=0)
     samples = [sample for group in groups for sample in group.samples]
-    assert worst_difference(running.network, samples, 1.0) < CLOSE
+    assert worst_difference(synced.network, samples, 1.0) < CLOSE
 
 
-async def test_killed_scheduler_is_replaced_and_every_group_comes_once(running: Running) -> None:
-    pool, rejoined = running.pool, []
+async def test_killed_scheduler_is_replaced_and_every_group_comes_once(synced: Running) -> None:
+    pool, rejoined = synced.pool, []
+    before, killed = pool.endpoints()[0].incarnation, synced.handles[-1].pid
 
     async def publish(endpoint: ServerEndpoint) -> None:
         rejoined.append(endpoint)
@@ -292,31 +335,31 @@ async def test_killed_scheduler_is_replaced_and_every_group_comes_once(running: 
         pool.mark_verified(verified([endpoint], 0))
 
     pool.on_restart = publish
-    collector = running.collector(max_new_tokens=60)
+    collector = synced.collector(max_new_tokens=60)
     groups: list[Group] = []
     async for group in collector.collect(make_prompts(10), 0):
         groups.append(group)
         if len(groups) == 2:
-            os.kill(scheduler_pid(running.handles[0].pid), signal.SIGKILL)
+            os.kill(scheduler_pid(killed), signal.SIGKILL)
     await collector.close()
     assert sorted(g.group_id for g in groups) == [f"v000000-{i:04d}" for i in range(10)]
-    assert [endpoint.incarnation for endpoint in rejoined] == [1]
+    assert [endpoint.incarnation for endpoint in rejoined] == [before + 1]
     samples = [sample for group in groups for sample in group.samples]
-    assert worst_difference(running.network, samples, 1.0) < CLOSE
-    assert not psutil.pid_exists(running.handles[0].pid)
+    assert worst_difference(synced.network, samples, 1.0) < CLOSE
+    assert not psutil.pid_exists(killed)
 
 
 @pytest.mark.slow
 async def test_scheduler_ends_where_a_tag_is_resumed_that_was_not_released(
-    running: Running,
+    synced: Running,
 ) -> None:
     """The engine's own way, which the ledger of tags keeps us from."""
-    endpoint = running.pool.endpoints()[0]
+    endpoint = synced.pool.endpoints()[0]
     async with aiohttp.ClientSession() as http:
         with pytest.raises(RolloutError):
             await calls.resume_memory(http, endpoint, ["kv_cache"])
     async with asyncio.timeout(30):
-        await running.handles[-1].wait()
+        await synced.handles[-1].wait()
 
 
 def scheduler_pid(server_pid: int) -> int:
