@@ -32,7 +32,7 @@ from megarl.reshard.mesh import MAX_RANKS
 from megarl.reward.function import load_function
 from megarl.rollout.engine_args import violations
 
-COMMANDS = ("train", "config", "check", "reshard", "convert", "inspect", "compare")
+COMMANDS = ("train", "config", "check", "memory", "reshard", "convert", "inspect", "compare")
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 WIDTH = 100
 
@@ -47,6 +47,8 @@ megarl: reinforcement learning for language models; Megatron-Core learns, SGLang
   megarl check parallel CONFIG [--group.setting VALUE ...] [--batch RUN_DIR]
                                                      compare the learner's layout with one rank
   megarl config CONFIG [--group.setting VALUE ...]   print every setting, resolved and checked
+  megarl memory CONFIG [--group.setting VALUE ...] [--json]
+                                                     what learner ranks take, before a start
   megarl reshard explain CONFIG [--group.setting VALUE ...] [--tensor NAME] [--json]
                                                      how weights travel from learner to servers
   megarl convert SRC DST [--dtype bf16] [--dry-run]  make a checkpoint in the other format
@@ -70,6 +72,19 @@ megarl reshard explain CONFIG [--group.setting VALUE ...]   how weights travel, 
   --json                one JSON object instead of a page
 
 Needs no GPU, no engine and of actor.model only config.json. It plans more than a run can do yet.
+"""
+
+
+MEMORY = """\
+megarl memory CONFIG [--group.setting VALUE ...] [--json]   what learner ranks take, from settings
+
+Bytes of a rank of each pipeline stage: weights, gradients, optimizer, activations kept for the
+backward pass, the most on the device in each phase (score, train, sync; colocated offloaded), and
+host memory. With --json one JSON object instead of a page.
+
+Needs no GPU, no engine and of actor.model only config.json; launch.device = auto means GPUs. Try a
+layout on it: --learner.parallel.tp 8 --placement.learner_gpus 64, --learner.recompute.granularity
+full, --learner.max_tokens_per_microbatch 4096. docs/memory.md says what is counted.
 """
 
 
@@ -143,6 +158,10 @@ def _dispatch(given: list[str]) -> int:
             return _train(path, overrides)
         case ["config", path, *overrides] if not path.startswith("-"):
             _print(render_config(load_config(path, overrides, [_engine_args, _reward_function])))
+        case ["memory", *rest] if not rest or "-h" in rest or "--help" in rest:
+            _print(MEMORY)
+        case ["memory", path, *rest] if not path.startswith("-"):
+            _print(f"{_memory(path, rest)}\n")
         case ["reshard", *rest] if not rest or "-h" in rest or "--help" in rest:
             _print(RESHARD)
         case ["reshard", "explain", path, *rest] if not path.startswith("-"):
@@ -165,7 +184,7 @@ def _dispatch(given: list[str]) -> int:
             )
         case ["convert" | "inspect" | "compare" as command, *rest]:
             return _on_checkpoints(command, rest)
-        case ["train" | "config" as command, *_]:
+        case ["train" | "config" | "memory" as command, *_]:
             raise ConfigError(
                 f"megarl {command} needs a TOML file first: megarl {command} CONFIG [--name value]"
             )
@@ -266,6 +285,13 @@ def _explain(path: str, arguments: list[str]) -> str:
         gpus_per_node=_number("--gpus-per-node", flags.get("--gpus-per-node")),
         as_json="--json" in flags,
     )
+
+
+def _memory(path: str, arguments: list[str]) -> str:
+    from megarl.planning.page import memory_plan  # as for _explain
+
+    flags, overrides = _flags(arguments, ("--json",), ())
+    return memory_plan(load_layout(path, overrides, (check_critic,)), "--json" in flags)
 
 
 def _flags(

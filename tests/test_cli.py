@@ -72,6 +72,9 @@ def test_train_hands_settings_and_run_folder_to_the_launcher(
         ["train", EXAMPLE, "--learner.parallel.tp", "3"],
         ["train", EXAMPLE, "--prompts.template", "chat"],
         ["help", "no.such.setting"],
+        ["memory", "no-such-file.toml"],
+        ["memory", EXAMPLE, "--actor.model", "no-such-folder"],
+        ["memory", EXAMPLE, "--learner.parallel.tp", "3"],
         ["reshard", "explain"],
         ["reshard", "show", EXAMPLE],
         ["reshard", "explain", "no-such-file.toml"],
@@ -269,7 +272,7 @@ def test_missing_package_is_named_with_what_installs_it(monkeypatch, capsys) -> 
     )
 
 
-@pytest.mark.parametrize("command", ["train", "config", "check", "reshard"])
+@pytest.mark.parametrize("command", ["train", "config", "check", "memory", "reshard"])
 def test_help_of_a_command_is_its_own(capsys, command: str) -> None:
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
