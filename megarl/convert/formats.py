@@ -76,11 +76,26 @@ def _refusal(folder: Path) -> CheckpointError:
             "pickled; load it in Megatron-LM at that layout with --ckpt-format torch, and save it "
             "with --ckpt-convert-format torch_dist --ckpt-convert-save NEW_FOLDER"
         )
+    newest = _newest_of_run(folder)
+    if newest is not None:
+        return CheckpointError(
+            f"{folder} is no checkpoint, but has some of a run; name one of them, such as {newest}"
+        )
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     return CheckpointError(
         f"{folder} has no checkpoint that is read: neither {SINGLE} nor {INDEX} (Hugging Face), "
         f"nor {METADATA} and {BACKEND} (Megatron torch_dist); it has {shown or 'nothing'}"
     )
+
+
+def _newest_of_run(folder: Path) -> Path | None:
+    """Of a run's folder, or of its folder of checkpoints, the newest whole one."""
+    for parent in (folder / run_paths.CHECKPOINTS, folder):
+        found = [at.parent for at in parent.glob(f"*/{COMPLETE}")]
+        versions = [each for each in found if run_paths.is_version(each)]
+        if versions:
+            return max(versions, key=lambda each: int(each.name[1:]))
+    return None
 
 
 def _megatron(folder: Path, model: Path | None) -> Found:

@@ -101,3 +101,13 @@ def test_conversion_that_has_not_ended_is_no_checkpoint(tmp_path: Path) -> None:
         find(tmp_path)
     touch(tmp_path, "conversion.json", text='{"finished": true}')
     assert find(tmp_path).format == "hf"
+
+
+def test_folder_of_a_run_is_answered_with_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+    for version in ("v000009", "v000010", "v000011"):
+        touch(tmp_path / "checkpoints" / version, "state.json")
+    touch(tmp_path / "checkpoints" / "v000009", "COMPLETE")
+    touch(tmp_path / "checkpoints" / "v000010", "COMPLETE")
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(CheckpointError, match=r"such as .*/checkpoints/v000010$"):
+            find(folder)
