@@ -120,5 +120,7 @@ def end_table(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
         ("checkpoints", f"{run_paths.CHECKPOINTS}/"),
         ("logs", f"{run_paths.LOGS}/"),
     ]
+    if (run_dir / run_paths.EXPORTS).is_dir():
+        where.insert(-1, ("exports", f"{run_paths.EXPORTS}/"))
     lines += ["-" * width, *(f"{name:<14}{run_dir / file}" for name, file in where)]
     return "\n".join(lines)

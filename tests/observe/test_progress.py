@@ -82,3 +82,9 @@ def test_samples_without_a_reward_show_in_line_and_table_only_where_there_are_an
     row = end_table([lost, ROW], Path("runs/x")).splitlines()[2]
     assert row.split() == ["share", "of", "samples", "without", "a", "reward", "0.250"]
     assert "without a reward" not in end_table([ROW], Path("runs/x"))
+
+
+def test_table_names_the_folder_of_exports_where_there_is_one(tmp_path: Path) -> None:
+    assert "exports" not in end_table([ROW], tmp_path)
+    (tmp_path / "export").mkdir()
+    assert f"exports       {tmp_path / 'export'}" in end_table([ROW], tmp_path)
