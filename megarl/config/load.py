@@ -158,7 +158,8 @@ class _Draft:
             text = f"{name} is not set; set it in {self.path} or with --{name} VALUE: {setting.doc}"
             return Violation(text, (name,))
         value, takes = self.values[name], setting.values
-        takes += ', such as ["a", "b"]' if setting.kind == "list" else ""
+        if setting.kind == "list":
+            takes += f", such as {toml_value(setting.default or ['a', 'b'])}"
         if setting.kind == "table" and isinstance(value, dict):
             key = parts[len(name.split("."))]
             value, name_shown = value[key], f"{name}.{key}"

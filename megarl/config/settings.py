@@ -171,7 +171,8 @@ def _kind(annotation: Any) -> tuple[Kind, str]:
     if origin is Literal:
         return "choice", " or ".join(f"`{value}`" for value in args)
     if origin is list:
-        return "list", f"list of {_kind(args[0])[1]}s"
+        kind, words = _kind(args[0])
+        return "list", f"list of {words}" + ("" if kind == "choice" else "s")
     if origin is dict:
         return "table", "table of names and values"
     raise AssertionError(f"no words for {annotation}")

@@ -111,6 +111,12 @@ def test_unknown_setting_of_a_group_that_has_none_alike_gets_the_group_listed(pl
             'such as ["a", "b"]',
         ),
         (
+            "--learner.recompute.modules=mlp,moe",
+            'learner.recompute.modules = "mlp,moe" (command line): expected list of `core_attn` or '
+            "`layernorm` or `mla_up_proj` or `mlp` or `moe` or `moe_act` or `shared_experts`, "
+            'such as ["core_attn"]',
+        ),
+        (
             "--rollout.engine_args.x=[1]",
             "rollout.engine_args.x = [1] (command line): "
             "expected text, a finite number, or true or false",
