@@ -69,6 +69,24 @@ def derived_values(config: Config) -> list[tuple[str, str]]:
     ]
 
 
+def trained_sides(config: Config) -> str:
+    """The layout of the learner, and of a critic with ranks of its own, in a few words."""
+    sides = {"learner": config}
+    if config.critic_is_apart:
+        sides["critic"] = critic_settings(config)
+    return ", ".join(f"{name} {_axes(side)}" for name, side in sides.items())
+
+
+def _axes(config: Config) -> str:
+    """tp, pp and dp, and of the other axes those that are in use."""
+    parallel, sizes = config.learner.parallel, []
+    for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+        size = getattr(parallel, name)
+        if size > 1 or name in ("tp", "pp"):
+            sizes.append(f"{name}={size}")
+    return " ".join([*sizes, f"dp={config.data_parallel}"])
+
+
 def _critic_processes(config: Config) -> list[tuple[str, str]]:
     """Where it has ranks of its own."""
     if not config.critic_is_apart:

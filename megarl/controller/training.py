@@ -14,6 +14,7 @@ from megarl import run_paths
 from megarl.actor.flops import SequenceFlops
 from megarl.actor.shape import read_shape
 from megarl.buffer.buffer import Buffer
+from megarl.config.render import trained_sides
 from megarl.config.schema import Config
 from megarl.config.served import served_block
 from megarl.controller import parity
@@ -149,8 +150,7 @@ async def begin(
     loop.metrics.event("start", version=start, worst_staleness_steps=config.worst_staleness_steps)
     loop.progress.note(
         f"{'continuing' if saved else 'starting'} at version {start} of {config.loop.versions}: "
-        f"{config.samples_per_step} samples a step, learner tp={config.learner.parallel.tp} "
-        f"pp={config.learner.parallel.pp} dp={config.data_parallel}, "
+        f"{config.samples_per_step} samples a step, {trained_sides(config)}, "
         f"{config.rollout.servers} server(s) tp={config.rollout.parallel.tp}, "
         f"at most {config.worst_staleness_steps} optimizer steps stale"
     )

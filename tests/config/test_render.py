@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from megarl.config.load import read_config
-from megarl.config.render import render_config
+from megarl.config.render import render_config, trained_sides
 from megarl.config.schema import Config
 from megarl.config.settings import Setting, all_settings
 
@@ -103,3 +103,17 @@ def test_rendering_shows_the_derived_values(place) -> None:
     assert "# worst staleness: 7 optimizer steps, 0 versions" in text
     assert "# learner processes: 8 (tp 2 x pp 1 x dp 4)" in text
     assert "# rollout processes: 3 (3 servers x tp 1)" in text
+
+
+def test_layouts_in_a_few_words_name_the_axes_in_use_and_a_critic_of_its_own_ranks() -> None:
+    settings = {
+        "actor": {"model": "m"},
+        "advantage": {"estimator": "gae"},
+        "learner": {"parallel": {"tp": 2, "cp": 2}},
+        "placement": {"learner_gpus": 8},
+        "critic": {"ranks": "own", "gpus": 2, "parallel": {"pp": 2}},
+    }
+    config = Config.model_validate(settings)
+    assert trained_sides(config) == "learner tp=2 pp=1 cp=2 dp=2, critic tp=1 pp=2 dp=1"
+    beside = Config.model_validate({**settings, "critic": {}})
+    assert trained_sides(beside) == "learner tp=2 pp=1 cp=2 dp=2"
