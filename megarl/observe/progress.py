@@ -105,9 +105,8 @@ def end_table(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
     if any(lost):
         lines.append(f"{'share of samples without a reward':<34}{_mean(lost):>20}")
     if accuracies:
-        lines.append(
-            f"{'greedy accuracy, held out':<34}{accuracies[0]:>10.3f}{accuracies[-1]:>10.3f}"
-        )
+        last = f"{accuracies[-1]:.3f}" if len(accuracies) > 1 else "-"  # it ended before another
+        lines.append(f"{'greedy accuracy, held out':<34}{accuracies[0]:>10.3f}{last:>10}")
     if mismatch:
         lines.append(f"{'largest log-prob mismatch, nats':<34}{'':>10}{max(mismatch):>10.1e}")
     seconds = sum(row.get("time/step_s", 0.0) for row in rows)

@@ -88,3 +88,9 @@ def test_table_names_the_folder_of_exports_where_there_is_one(tmp_path: Path) ->
     assert "exports" not in end_table([ROW], tmp_path)
     (tmp_path / "export").mkdir()
     assert f"exports       {tmp_path / 'export'}" in end_table([ROW], tmp_path)
+
+
+def test_table_of_a_run_that_was_evaluated_once_has_no_last_accuracy() -> None:
+    rows = [{**ROW, "eval/accuracy": 0.5}, {k: v for k, v in ROW.items() if k != "eval/accuracy"}]
+    line = next(each for each in end_table(rows, Path("r")).splitlines() if "greedy" in each)
+    assert line.split()[-2:] == ["0.500", "-"]
