@@ -202,9 +202,13 @@ def _dispatch(given: list[str]) -> int:
 
 
 def _print(text: str) -> None:
-    """Writes to stdout at once, so that a failure is seen here. Raises MegarlError."""
+    """Writes to stdout at once, so that a failure is seen here. Raises MegarlError.
+
+    What stdout's encoding has no character for, in a path or a name of a tensor, is escaped.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(text, end="", flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def _convert(paths: Sequence[str], flags: Mapping[str, str]) -> tuple[int, str]:
         to=_one_of("--to", flags, FORMATS),
         dtype=_one_of("--dtype", flags, ("bf16", "fp16", "fp32", "fp8")),
         model=Path(flags["--model"]) if "--model" in flags else None,
-        file_bytes=int(1e9 * _positive("--shard-gb", flags, 5.0)),
+        file_bytes=int(min(1e9 * _positive("--shard-gb", flags, 5.0), sys.maxsize)),
         digests=Path(flags["--digests"]) if "--digests" in flags else None,
         optimizer="--no-optimizer" not in flags,
         workers=int(_positive("--workers", flags, float(min(MAX_WORKERS, processors)), least=1.0)),

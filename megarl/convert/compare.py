@@ -22,6 +22,7 @@ from megarl.convert.numbers import Bits, tensor_of
 from megarl.convert.opened import Checkpoint, open_checkpoint
 from megarl.convert.progress import Progress
 from megarl.convert.stored import bands, stored_in, whole_bits
+from megarl.errors import CheckpointError
 from megarl.reshard.files import FLOAT8, STORED, StoredTensor, read_headers
 from megarl.reshard.layout import Box, local_box, whole
 from megarl.reshard.moves import Move
@@ -238,10 +239,15 @@ def _paired(
     )
     for box, index in bands(move.box, WIDEST, num_bytes=PART_BYTES):
         extent = tuple(end - start for start, end in box[first:])
-        ours, theirs = (
-            whole_bits(tensor, STORED[dtype], _local(move.box, at, index)).reshape(extent)
-            for tensor, dtype, at in zip(tensors, dtypes, (move.src_at, move.dst_at), strict=True)
-        )
+        try:
+            ours, theirs = (
+                whole_bits(tensor, STORED[dtype], _local(move.box, at, index)).reshape(extent)
+                for tensor, dtype, at in zip(
+                    tensors, dtypes, (move.src_at, move.dst_at), strict=True
+                )
+            )
+        except OverflowError as error:  # of float8, whose scales may be anything
+            raise CheckpointError(f"{name}: {error}") from error
         yield _Part(name, shape, box[first:], ours, theirs, dtypes)
 
 

@@ -182,19 +182,26 @@ def convert(work: Conversion, final: Path) -> str:
     if work.options.digests is not None:
         check_digests(work.source.files, work.options.digests, work.options.workers)
     _check_space(final.parent, work.num_bytes - _present(final))
+    facts = _facts(work)
     try:
-        journal = Journal(final, _facts(work))
+        journal = Journal(final, facts)
     except OSError as error:
         raise CheckpointError(
-            f"{final.parent}: {error.strerror}; the folder must be one that can be written to"
+            f"{error.filename or final.parent}: {error.strerror}; {final.parent} must be a folder "
+            "that can be written to"
         ) from error
     try:
         kept = len(journal.receipts)
         if not journal.is_whole:
             _write(work, journal)
+        if _facts(work) != facts:
+            raise CheckpointError(
+                f"{work.source.found.path} has changed while it was converted; give the same "
+                "command again when nobody writes there"
+            )
         journal.finish()
     except OSError as error:
-        raise CheckpointError(f"{final}: {error.strerror}; {_AGAIN}") from error
+        raise CheckpointError(f"{error.filename or final}: {error.strerror}; {_AGAIN}") from error
     finally:
         journal.close()
     took_s = time.monotonic() - begun

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megarl.convert.archive import find_tensor
+from megarl.convert.dist_metadata import UNREADABLE, read_metadata
 from megarl.convert.stored import FileTensor, crc32
 from megarl.errors import CheckpointError
 from megarl.reshard.dist_checkpoint import Chunk
@@ -38,11 +36,6 @@ SPELLED: Mapping[torch.dtype, str] = {
 COMMON = "common_state/shard_0_1"  # what Megatron saves besides tensors, under its key in torch's
 OLDER_COMMON = "common.pt"  # where Megatron before 0.19 did
 
-_UNREADABLE = (
-    OSError, EOFError, RuntimeError, KeyError, ValueError, AttributeError, ImportError,
-    pickle.UnpicklingError, zipfile.BadZipFile,
-)  # fmt: skip
-
 
 class DistCheckpoint:
     """The folder `path`: its chunks and the values of each, and keys of its other objects.
@@ -53,24 +46,24 @@ class DistCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._dtypes: dict[str, torch.dtype] = {}
+        chunks = []
         try:
-            metadata = FileSystemReader(path).read_metadata()
-        except _UNREADABLE as error:
+            metadata = read_metadata(path)
+            self._storage = metadata.storage_data
+            for key, facts in metadata.state_dict_metadata.items():
+                if isinstance(facts, TensorStorageMetadata):
+                    self._dtypes[key] = facts.properties.dtype
+                    for part in facts.chunks:
+                        at, sizes = tuple(part.offsets), tuple(part.sizes)
+                        file = self._storage[MetadataIndex(key, at)].relative_path
+                        chunks.append(Chunk(key, tuple(facts.size), at, sizes, file))
+        except UNREADABLE as error:
             raise CheckpointError(
                 f"{path}: its .metadata cannot be read ({error}); name a folder that Megatron "
                 "saved in torch_dist format"
             ) from error
-        self._storage = metadata.storage_data
         self._check_sizes()
-        self._dtypes: dict[str, torch.dtype] = {}
-        chunks = []
-        for key, facts in metadata.state_dict_metadata.items():
-            if isinstance(facts, TensorStorageMetadata):
-                self._dtypes[key] = facts.properties.dtype
-                for part in facts.chunks:
-                    file = self._storage[MetadataIndex(key, part.offsets)].relative_path
-                    sizes = tuple(part.sizes)
-                    chunks.append(Chunk(key, tuple(facts.size), tuple(part.offsets), sizes, file))
         self.chunks = tuple(chunks)
         self.objects = tuple(
             key
@@ -110,7 +103,7 @@ class DistCheckpoint:
         try:
             raw = self._bytes(MetadataIndex(chunk.key, torch.Size(chunk.offsets)))
             tensor: Tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise self._broken(chunk, error) from error
         return tensor.reshape(chunk.sizes)
 
@@ -129,13 +122,13 @@ class DistCheckpoint:
             if found.size != chunk.sizes or not found.is_contiguous:
                 raise ValueError(f"a tensor of shape {list(found.size)} is stored there")
             first = found.first * bits.itemsize
-            if first + self.num_bytes(chunk) > found.num_bytes:
+            if first < 0 or first + self.num_bytes(chunk) > found.num_bytes:
                 raise ValueError(f"{found.num_bytes} bytes are stored there")
             start = stored.offset + found.storage
             if crc32(path, start, found.num_bytes) != found.checksum:
                 raise ValueError("its bytes are not as they were saved")
             return FileTensor(path, start + first, bits, tuple(chunk.sizes))
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise self._broken(chunk, error) from error
 
     def common(self) -> Mapping[str, Any]:
@@ -149,7 +142,7 @@ class DistCheckpoint:
                 found = torch.load(io.BytesIO(self._bytes(index)), weights_only=True)[0]
             else:
                 found = torch.load(self._path / OLDER_COMMON, weights_only=True)
-        except _UNREADABLE:
+        except UNREADABLE:
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -157,7 +150,7 @@ class DistCheckpoint:
         """An object as it is stored, of those named in `objects`. Raises CheckpointError."""
         try:
             return self._bytes(MetadataIndex(key))
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise CheckpointError(
                 f"{self._path}: {key} cannot be read ({error}); use another checkpoint"
             ) from error

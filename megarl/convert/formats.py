@@ -23,6 +23,8 @@ LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM's, beside its iterat
 COMPLETE = "COMPLETE"  # of a whole checkpoint of a run
 RECORD = "conversion.json"  # how a folder was made by `megarl convert`, or is being made
 
+MAX_NAME = 200  # characters of an iteration's name
+
 _OLDER = re.compile(r"mp_rank_\d+")
 
 
@@ -133,11 +135,14 @@ def _of_run(folder: Path, model: Path | None) -> Found:
 
 
 def _newest_iteration(folder: Path) -> Path:
-    text = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    with (folder / LATEST).open(encoding="utf-8", errors="replace") as file:
+        text = file.read(MAX_NAME).strip()
     name = f"iter_{int(text):07d}" if text.isascii() and text.isdecimal() else text
-    if not name or Path(name).name != name or not (folder / name).is_dir():
+    iteration = folder / name
+    is_inside = name not in ("", "..") and Path(name).name == name
+    if not (is_inside and iteration.is_dir()) or (iteration / LATEST).is_file():
         raise CheckpointError(
             f"{folder / LATEST} names {text[:80]!r}, and {folder} has no such iteration; name the "
             "folder of one"
         )
-    return folder / name
+    return iteration

@@ -34,12 +34,10 @@ class Journal:
     """
 
     def __init__(self, final: Path, facts: Mapping[str, Any]) -> None:
-        check_free(final)
         self.final, self.folder = final, final.with_name(final.name + PARTIAL)
         self._facts = json.loads(json.dumps(dict(facts)))
         self._receipts = self.folder / RECEIPTS
-        self.folder.mkdir(exist_ok=True)
-        self._lock = _lock(self.folder)
+        self._lock = _make_and_lock(self.folder, final)
         begun = _record(self.folder)
         if begun is None and {path.name for path in self.folder.iterdir()} - {RECORD + NEW}:
             raise CheckpointError(
@@ -53,13 +51,17 @@ class Journal:
         self._receipts.mkdir(exist_ok=True)
         self.receipts: dict[str, Any] = {}
         for path in self._receipts.glob(f"*{JSON}"):
-            with contextlib.suppress(ValueError):  # of a machine that died: the file is made again
+            # Of a machine that died, or a file that is gone since: it is made again.
+            with contextlib.suppress(OSError, *MALFORMED):
                 name = path.name.removesuffix(JSON)
-                self.receipts[name] = json.loads(path.read_text(encoding="utf-8"))
+                found = json.loads(path.read_text(encoding="utf-8"))
+                if found["size"] == (self.folder / name).stat().st_size:
+                    self.receipts[name] = found["receipt"]
 
     def add(self, name: str, receipt: Any) -> None:
         """A file is on the disk."""
-        _write(self._receipts / f"{name}{JSON}", receipt)
+        size = (self.folder / name).stat().st_size
+        _write(self._receipts / f"{name}{JSON}", {"size": size, "receipt": receipt})
         self.receipts[name] = receipt
 
     def finish(self) -> None:
@@ -98,6 +100,21 @@ def _record(folder: Path) -> Mapping[str, Any] | None:
         return found if isinstance(found, dict) and "finished" in found else None
     except (OSError, *MALFORMED):
         return None
+
+
+def _make_and_lock(folder: Path, final: Path) -> int:
+    """A lock on the folder, which is made where it is not there.
+
+    Another conversion that is waited for gives the folder its name `final`.
+    """
+    while True:
+        check_free(final)
+        folder.mkdir(exist_ok=True)
+        descriptor = _lock(folder)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), folder.stat()):
+                return descriptor
+        os.close(descriptor)
 
 
 def _lock(folder: Path) -> int:

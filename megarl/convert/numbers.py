@@ -24,6 +24,9 @@ TORCH: Mapping[str, torch.dtype] = {
 
 Bits = np.ndarray[Any, Any]
 
+_TOO_SMALL = {"F16": "float16; use bf16 or fp32", "BF16": "bfloat16; use fp32"}
+"""Types that not every number fits, with what to do."""
+
 
 def tensor_of(bits: Bits, dtype: str) -> Tensor:
     """The torch tensor that writable bits are, sharing their memory."""
@@ -48,9 +51,11 @@ def cast(bits: Bits, dtype: str, wanted: str) -> Bits:
         return bits
     numbers = tensor_of(bits, dtype)
     made = numbers.to(TORCH[wanted])
-    if wanted == "F16" and not bool((made.isfinite() == numbers.isfinite()).all()):
-        raise OverflowError(
-            f"a number of magnitude {float(numbers[~made.isfinite()].abs().max()):.4g} is too "
-            "large for float16; use bf16 or fp32"
-        )
+    if wanted in _TOO_SMALL and bool((lost := made.isinf()).any()):
+        lost &= numbers.isfinite()
+        if bool(lost.any()):
+            raise OverflowError(
+                f"a number of magnitude {float(numbers[lost].abs().max()):.4g} is too large for "
+                f"{_TOO_SMALL[wanted]}"
+            )
     return bits_of(made, wanted)

@@ -116,7 +116,10 @@ class Cast:
 
 
 class Dequantized:
-    """A float8 tensor [R, C] in scaled blocks, read as the numbers that it stands for."""
+    """A float8 tensor [R, C] in scaled blocks, read as the numbers that it stands for.
+
+    Raises OverflowError as `cast` does.
+    """
 
     def __init__(self, codes: Stored, scales: Stored, scaling: BlockScaling, wanted: str) -> None:
         self.shape = codes.shape
@@ -139,12 +142,12 @@ class Dequantized:
         )
         codes = tensor_of(whole_bits(self._codes, STORED[FLOAT8], outer), FLOAT8)
         scales = tensor_of(whole_bits(self._scales, STORED["F32"], blocks), "F32")
-        numbers = float8.dequantize(codes, scales, self._scaling, TORCH[self._wanted])
+        numbers = float8.dequantize(codes, scales, self._scaling, TORCH["F32"])
         inner = tuple(
             slice(start - first, end - first)
             for (start, end), (first, _) in zip(box, outer, strict=True)
         )
-        return bits_of(numbers, self._wanted)[inner]
+        return cast(bits_of(numbers, "F32")[inner], "F32", self._wanted)
 
 
 def whole_bits(source: Stored, bits: np.dtype[Any], box: Box | None = None) -> Bits:

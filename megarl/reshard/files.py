@@ -193,6 +193,7 @@ def _stored(name: str, entry: Mapping[str, Any], data: int) -> StoredTensor:
     numbers = (*shape, start, end)
     if not isinstance(dtype, str) or not all(is_integer(n) and n >= 0 for n in numbers):
         raise ValueError(f"{name} is no tensor: {shown(entry)}")
+    name.encode()  # half a surrogate pair, which JSON can have, is no text: a ValueError
     return StoredTensor(dtype, tuple(shape), data + start, data + end)
 
 

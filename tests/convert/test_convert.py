@@ -219,13 +219,52 @@ def test_long_conversion_tells_how_far_it_is_how_fast_and_how_much_is_left(
     assert f", {whole[1]}, in " in out
 
 
-def test_number_too_large_for_float16_is_named(tmp_path: Path, capsys) -> None:
-    stored = models.write(tmp_path / "a", QWEN3)
-    stored["model.norm.weight"][3] = 70000.0
+@pytest.mark.parametrize(
+    ("stored_as", "number", "dtype", "words"),
+    [
+        ("BF16", 70000.0, "fp16", "too large for float16; use bf16 or fp32"),
+        ("F32", -65520.0, "fp16", "too large for float16; use bf16 or fp32"),
+        ("F32", 3.4e38, "bf16", "too large for bfloat16; use fp32"),
+    ],
+)
+def test_number_too_large_for_a_type_is_named(
+    stored_as: str, number: float, dtype: str, words: str, tmp_path: Path, capsys
+) -> None:
+    stored = models.write(tmp_path / "a", QWEN3, stored_as)
+    stored["model.norm.weight"][3] = number
     save_file(stored, tmp_path / "a/model.safetensors")
-    told = refusal(capsys, tmp_path / "a", tmp_path / "b", "--dtype", "fp16")
+    told = refusal(capsys, tmp_path / "a", tmp_path / "b", "--dtype", dtype)
     assert "model.norm.weight" in told
-    assert "too large for float16" in told
+    assert words in told
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype", "words"),
+    [(200.0, "fp16", "too large for float16"), (7.59e35, "bf16", "too large for bfloat16")],
+)
+def test_float8_that_stands_for_a_number_too_large_for_a_type_is_named(
+    scale: float, dtype: str, words: str, tmp_path: Path, capsys
+) -> None:
+    stored = models.write(tmp_path / "a", FAMILIES["deepseek-v3"], fp8_block=(4, 4))
+    name = "model.layers.0.mlp.down_proj.weight"
+    stored[f"{name}_scale_inv"][1, 0] = scale  # the largest code of each block is 448
+    save_file(stored, tmp_path / "a/model.safetensors")
+    options = ("--to", "hf", "--dtype", dtype)
+    told = refusal(capsys, tmp_path / "a", tmp_path / "b", *options)
+    assert name in told
+    assert words in told
+    converted(tmp_path / "a", tmp_path / "c", "--to", "hf", "--dtype", "fp32")
+    status = main(["compare", str(tmp_path / "a"), str(tmp_path / "c")])
+    assert status == (2 if dtype == "bf16" else 1)  # float8 is compared in bfloat16
+
+
+def test_infinity_is_kept_by_a_cast(tmp_path: Path) -> None:
+    stored = models.write(tmp_path / "a", QWEN3, "F32")
+    stored["model.norm.weight"][3] = -float("inf")
+    save_file(stored, tmp_path / "a/model.safetensors")
+    for dtype in ("fp16", "bf16"):
+        out = converted(tmp_path / "a", tmp_path / dtype, "--to", "hf", "--dtype", dtype)
+        assert float(tensors(out)["model.norm.weight"][3]) == -float("inf")
 
 
 def test_not_a_number_cannot_be_float8_and_passes_otherwise(tmp_path: Path, capsys) -> None:

@@ -46,7 +46,8 @@ def test_newest_iteration_of_megatron_lm_is_taken(tmp_path: Path) -> None:
     assert find(tmp_path).path == tmp_path / "iter_0000020"
     touch(tmp_path, "latest_checkpointed_iteration.txt", text="release")
     assert find(tmp_path).path == tmp_path / "release"
-    for text in ("30", "../20", ""):
+    (tmp_path / "loop").symlink_to(tmp_path)
+    for text in ("30", "../20", "", "..", ".", "loop", "9" * 5000):
         touch(tmp_path, "latest_checkpointed_iteration.txt", text=text)
         with pytest.raises(CheckpointError, match="no such iteration"):
             find(tmp_path)

@@ -83,6 +83,15 @@ def test_broken_checkpoint_is_one_clear_error(
     assert status != 2 or err.count("\n") == 1
 
 
+def test_name_that_is_no_text_is_a_broken_header(tmp_path: Path, capsys) -> None:
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"half a pair \ud800": entry}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(4)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "broken safetensors header" in capsys.readouterr().err
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 

@@ -170,3 +170,19 @@ def test_optimizer_of_other_tensors_than_the_model_has_is_refused(
     assert words in told
     assert "--no-optimizer" in told
     converted(out, tmp_path / "c", "--to", "torch_dist", "--no-optimizer")
+
+
+def test_state_that_is_no_float_is_refused_and_extra_states_are_left_out(
+    saved: Path, tmp_path: Path, capsys
+) -> None:
+    whole = {**values(saved / "saved-1", ""), COMMON: "an object"}
+    norm = "decoder.final_layernorm.weight"
+    step, extra = f"optimizer.state.step.{norm}", "decoder.layers.mlp._extra_state/shard_0_1"
+    counts = torch.ones(whole[norm].shape, dtype=torch.int64)
+    counted = saved_by_torch(tmp_path / "a", {**whole, step: counts}, saved)
+    told = refusal(capsys, counted, tmp_path / "b", "--to", "torch_dist")
+    assert f"{step} is stored as int64; give --no-optimizer" in told
+    more = {extra: "of an engine", "rng/x": "kept"}
+    source = saved_by_torch(tmp_path / "c", {**whole, **more}, saved)
+    found = DistCheckpoint(converted(source, tmp_path / "d", "--to", "torch_dist")).objects
+    assert "rng/x" in found and extra not in found
