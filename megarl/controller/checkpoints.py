@@ -155,7 +155,7 @@ class Checkpoints:
         stay = kept(values, settings.keep, settings.keep_every, settings.best_is)
         for version in found.keys() - stay:
             try:
-                _remove(found[version])
+                remove(found[version])
             except OSError as error:
                 log.warning("checkpoint not removed version=%d why=%s", version, error)
 
@@ -213,7 +213,7 @@ def _complete(partial: Path, final: Path, state: Mapping[str, Any]) -> None:
     _sync(partial)
     _write_through(partial / COMPLETE, "")
     _sync(partial)
-    _remove(final)
+    remove(final)
     partial.rename(final)
     _sync(final.parent)
 
@@ -235,12 +235,17 @@ def _sync(folder: Path) -> None:
 
 
 def _make_empty(partial: Path) -> None:
-    _remove(partial)
+    remove(partial)
     partial.mkdir(parents=True)
 
 
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint, COMPLETE first: what is left of a removal must not count as whole."""
-    (folder / COMPLETE).unlink(missing_ok=True)
+def remove(folder: Path) -> None:
+    """Remove a folder that counts as whole by its name: it loses that first.
+
+    What is left where a removal is cut short has a name that is swept at the next start.
+    """
     if folder.exists():
-        shutil.rmtree(folder)
+        removed = folder.with_name(f"{folder.name}.removed{PARTIAL}")
+        shutil.rmtree(removed, ignore_errors=True)
+        folder.rename(removed)
+        shutil.rmtree(removed)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megarl import run_paths
 from megarl.config.schema import Config
+from megarl.controller.checkpoints import PARTIAL, remove
 from megarl.errors import CheckpointError, in_words
 from megarl.learner.client import LearnerClient
 from megarl.observe.metrics import MetricsLog
@@ -47,8 +48,7 @@ class Exports:
         """
         folder = self.folder(version)
         try:
-            if folder.exists():
-                await asyncio.to_thread(shutil.rmtree, folder)
+            await asyncio.to_thread(remove, folder)
             folder.parent.mkdir(parents=True, exist_ok=True)
             num_bytes = await self._learner.export(folder)
         except (CheckpointError, OSError) as error:
@@ -74,7 +74,7 @@ class Exports:
 
     async def sweep(self) -> None:
         """Remove what exports that never ended have left."""
-        for partial in self._root.glob("v*.partial"):
+        for partial in self._root.glob(f"v*{PARTIAL}"):
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
 
     @property

@@ -6,6 +6,7 @@ Megatron's format has no checksums, and would load a flipped bit as a weight.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 FILES = "files.json"
+UNREADABLE = "unreadable: "  # in the place of a digest
 
 
 def file_digest(path: Path) -> str:
@@ -24,7 +26,7 @@ def file_digest(path: Path) -> str:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         return f"{path.stat().st_size} {found}"
     except OSError as error:
-        return f"unreadable: {error.strerror}"
+        return f"{UNREADABLE}{error.strerror}"
 
 
 def digests(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -40,7 +42,13 @@ def digests(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, s
 
 
 def write_digests(folder: Path, found: Mapping[str, str]) -> None:
-    """Write what `digests` found, and have the disk take all of it. Raises OSError. On one rank."""
+    """Write what `digests` found, and have the disk take all of it. On one rank.
+
+    Raises OSError, also where something could not be read back: it is no whole checkpoint.
+    """
+    for name, text in found.items():
+        if text.startswith(UNREADABLE):
+            raise OSError(errno.EIO, f"{name} is {text}", str(folder / name))
     (folder / FILES).write_text(json.dumps(dict(found), indent=1) + "\n")
     for path in (*folder.iterdir(), folder):
         descriptor = os.open(path, os.O_RDONLY)

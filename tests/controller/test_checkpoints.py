@@ -99,6 +99,54 @@ async def test_every_third_version_and_the_best_stay_beside_the_newest(tmp_path:
     assert saved is not None and saved.metrics == {"eval/accuracy": 0.4}
 
 
+async def test_best_is_a_number_and_the_newest_of_equals(tmp_path: Path) -> None:
+    saver, _, _ = saving(tmp_path, keep=1, every=1, best="kl", best_is="lowest")
+    for version, kl in enumerate((0.3, float("nan"), 0.1, 0.1, -float("inf"), 0.5), start=1):
+        await save_all(saver, version, values={"kl": kl})
+    assert names(tmp_path) == ["v000004", "v000006"]
+
+
+async def test_version_that_is_saved_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    saver, _, _ = saving(tmp_path)
+    await save_all(saver, 2)
+    (tmp_path / "checkpoints/v000002/megatron/of the first").touch()
+    await save_all(saver, 2)
+    assert names(tmp_path) == ["v000002"]
+    files = (tmp_path / "checkpoints/v000002/megatron").iterdir()
+    assert [path.name for path in files] == ["shard"]
+
+
+async def test_checkpoint_that_cannot_be_removed_is_no_reason_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver, _, told = saving(tmp_path, keep=1)
+    await save_all(saver, 2)
+
+    def busy(folder: Path, ignore_errors: bool = False) -> None:
+        if ignore_errors:
+            return
+        raise OSError(16, "Device or resource busy", str(folder))
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", busy)
+    await save_all(saver, 4)
+    assert names(tmp_path) == ["v000004"] and told.getvalue() == ""
+    assert "checkpoint not removed version=2" in caplog.text
+
+
+async def test_checkpoint_folder_that_is_removed_under_a_save_is_told_and_the_next_is_saved(
+    tmp_path: Path,
+) -> None:
+    saver, learner, told = saving(tmp_path)
+    learner.may_end.clear()
+    await saver.save(2, {})
+    shutil.rmtree(tmp_path / "checkpoints")
+    learner.may_end.set()
+    await saver.settle()
+    assert "version 2 was not saved: " in told.getvalue() and saver.is_due(3)
+    await save_all(saver, 3)
+    assert names(tmp_path) == ["v000003"]
+
+
 async def test_training_goes_on_while_a_save_is_under_way_and_a_second_one_waits(
     tmp_path: Path,
 ) -> None:
@@ -180,13 +228,17 @@ async def test_checkpoint_whose_removal_was_cut_short_does_not_count(
     saver, _, _ = saving(tmp_path, keep=1)
     await save_all(saver, 2)
 
-    def killed(folder: Path) -> None:
-        raise KeyboardInterrupt
+    def killed(folder: Path, ignore_errors: bool = False) -> None:
+        if folder.exists():
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints.shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoints._remove(tmp_path / "checkpoints/v000002")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoints.shutil, "rmtree", killed)
+        checkpoints.remove(tmp_path / "checkpoints/v000002")
     assert newest(tmp_path) is None
+    assert list((tmp_path / "checkpoints").iterdir())  # its bytes are still there,
+    await saver.sweep()
+    assert not list((tmp_path / "checkpoints").iterdir())  # and not for good
 
 
 async def test_what_a_killed_save_has_left_is_swept_and_nothing_else(tmp_path: Path) -> None:

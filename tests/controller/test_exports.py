@@ -64,6 +64,26 @@ def test_version_that_is_made_again_takes_the_place_of_the_first(tmp_path: Path)
     assert told.getvalue() == ""
 
 
+def test_export_whose_removal_is_cut_short_has_no_name_of_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports, _, _ = exporting(tmp_path, every=1)
+    old = tmp_path / "export/v000002"
+    old.mkdir(parents=True)
+    (old / "model.safetensors").touch()
+
+    def killed(folder: Path, ignore_errors: bool = False) -> None:
+        if folder.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shutil.rmtree", killed)
+        asyncio.run(exports.export(2))
+    assert not old.exists() and list(old.parent.iterdir())
+    asyncio.run(exports.sweep())
+    assert not list(old.parent.iterdir())
+
+
 def test_folder_of_exports_has_one_for_each_run(tmp_path: Path) -> None:
     exports, _, _ = exporting(tmp_path, last=True, dir=str(tmp_path / "shared"))
     asyncio.run(exports.export(7))

@@ -40,6 +40,12 @@ def test_missing_file_is_refused_by_its_name(folder: Path) -> None:
     assert re.search(r"first .metadata: unreadable: No such file", damage(folder))
 
 
+def test_file_that_cannot_be_read_back_is_not_listed_as_saved(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    with pytest.raises(OSError, match="sub is unreadable: Is a directory"):
+        write_digests(folder, digests(folder))
+
+
 @pytest.mark.parametrize("text", [None, "", "{", "[1]"])
 def test_list_that_cannot_be_read_is_refused(folder: Path, text: str | None) -> None:
     if text is None:
