@@ -1,7 +1,8 @@
 """One of four ranks that load Hugging Face folders, export them, train, and export again.
 
-Its argument is CASES.json. Beside it are then NAME-v0 and NAME-v1, the exports, and NAME.json: the
-bytes that each rank has read, log-probs after the step, and what of refused exports was told.
+Its argument is CASES.json. Beside it are then NAME-v0 and NAME-v1, the exports, NAME-other, which
+is version 0 in the other one of bf16 and fp32, and NAME.json: the bytes that each rank has read,
+log-probs after the step, and what of refused exports was told.
 """
 
 from __future__ import annotations
@@ -108,6 +109,12 @@ def run_case(case: dict[str, Any], folder: Path, rank: int) -> None:
     dist.all_gather_object(read, Counted.read_bytes)
     num_bytes = learner.export(f"{path}-v0")
     assert not exported(learner, Path(f"{path}-v0"))
+    own = learner.config
+    dtype = "fp32" if own.learner.precision.params == "bf16" else "bf16"
+    settings = own.export.model_copy(update={"dtype": dtype})
+    learner.config = own.model_copy(update={"export": settings})
+    learner.export(f"{path}-other")
+    learner.config = own
     told = refused(learner, str(path))
     learner.step(decode(MinibatchPlan, json.dumps([case["plan"]]).encode()))
     Path(f"{path}-v1.partial").mkdir(exist_ok=True)  # as a killed export leaves one

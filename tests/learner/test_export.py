@@ -125,6 +125,23 @@ def test_export_of_version_0_is_the_source_bit_for_bit(exports: Exports, case: s
     assert not list(exports.folder.glob("*.partial"))
 
 
+@pytest.mark.parametrize("case", marked(ALL))
+def test_export_in_another_type_has_the_rounded_numbers_and_says_so(
+    exports: Exports, case: str
+) -> None:
+    source, folder = exports.source(case), exports.folder / f"{case}-other"
+    dtype = torch.float32 if case == BF16 else torch.bfloat16
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == source.keys()
+    for name, tensor in source.items():
+        fixed = name.endswith("e_score_correction_bias")  # a router's bias is float32 always
+        wanted = tensor if fixed else tensor.to(dtype)
+        assert found[name].dtype == wanted.dtype, name
+        assert torch.equal(found[name].view(torch.uint8), wanted.view(torch.uint8)), name
+    config = json.loads((folder / "config.json").read_text())
+    assert str(dtype) == f"torch.{config.get('dtype', config.get('torch_dtype'))}"
+
+
 @pytest.mark.parametrize("case", marked(CASES))
 def test_transformers_loads_an_export_and_has_the_learners_logprobs(
     exports: Exports, case: str
