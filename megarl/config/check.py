@@ -99,6 +99,7 @@ def check_settings(config: Config) -> list[Violation]:
         _prompts,
         _reward,
         _evaluation,
+        _time_limit,
     )
     return [violation for check in checks for violation in check(config)]
 
@@ -268,6 +269,16 @@ def _reward(config: Config) -> Iterator[Violation]:
         )
     else:
         yield from _file("reward.function", path, "")
+
+
+def _time_limit(config: Config) -> Iterator[Violation]:
+    limit_s, before_s = config.launch.time_limit_s, config.checkpoint.before_end_s
+    if 0 < limit_s <= before_s:
+        yield Violation(
+            f"launch.time_limit_s = {limit_s:g} with checkpoint.before_end_s = {before_s:g}: the "
+            "run would end as soon as it began; raise the one or lower the other",
+            ("launch.time_limit_s", "checkpoint.before_end_s"),
+        )
 
 
 def _file(name: str, path: str, need: str) -> Iterator[Violation]:

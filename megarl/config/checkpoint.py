@@ -27,7 +27,8 @@ class CheckpointConfig(Group):
     before_end_s: NonNegativeFloat = 300.0
     """So many seconds before the time limit of the Slurm job, or `launch.time_limit_s`, the run is
     ended as by SIGUSR1: what is being generated is dropped, a pass that learns already is
-    finished, and the newest version is saved. It must be enough for that. 0 does not."""
+    finished, and the newest version is saved. It must be enough for that, and less than the limit.
+    0 does not."""
 
 
 class ExportConfig(Group):

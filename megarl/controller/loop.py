@@ -56,16 +56,17 @@ class Loop:
 
         Where the run is to end early, the version of the moment is saved first.
         """
+        made: Mapping[str, object] = {}  # the numbers of the step that made `version`
         for version in range(start, self.config.loop.versions):
             step = StepMetrics(step=version, version=version)
             if version == 0:
-                step.add(await self.evaluation.accuracy(0))
+                step.add(await self.ending.unless(self.evaluation.accuracy(0)) or {})
             cursor = self.prompts.state()
             prompts = self.prompts.draw(self.config.rollout.prompts_per_step)  # a
             with step.timed("rollout"):
                 groups = await self.ending.unless(self._collect(prompts, version))  # b c d
             if groups is None:
-                await self._end_early(version, start, cursor)
+                await self._end_early(version, start, cursor, made)
                 return
             batch = self.buffer.take(version)  # e
             step.add(batch_metrics(groups, batch, self.config))
@@ -84,6 +85,7 @@ class Loop:
             step.add(await self.turn.to("generating"))
             step.add(await self.learner.peaks())
             await self._after(version + 1, step)
+            made = step.values
         self.exports.check(self.config.loop.versions)
 
     async def _collect(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
@@ -108,7 +110,7 @@ class Loop:
         """What follows a new version: evaluation, a checkpoint, and the step's numbers."""
         if self.evaluation.is_due(version):
             with step.timed("eval"):
-                step.add(await self.evaluation.accuracy(version))
+                step.add(await self.ending.unless(self.evaluation.accuracy(version)) or {})
         step.close()
         self.metrics.write(step)
         self.progress.step(step.values)
@@ -120,9 +122,11 @@ class Loop:
             async with self.turn.visit("saving"):
                 await self.checkpoints.save(version, self.prompts.state(), step.values)
 
-    async def _end_early(self, version: int, start: int, cursor: Mapping[str, object]) -> None:
-        """Save `version`, unless it is what this start began with."""
+    async def _end_early(
+        self, version: int, start: int, cursor: Mapping[str, object], made: Mapping[str, object]
+    ) -> None:
+        """Save `version`, whose numbers are `made`, unless it is what this start began with."""
         await self.checkpoints.settle()
         if version > start and not self.checkpoints.is_saved(version):
             async with self.turn.visit("saving"):
-                await self.checkpoints.save(version, cursor, must=True)
+                await self.checkpoints.save(version, cursor, made, must=True)

@@ -30,11 +30,12 @@ from megarl.controller.training import finished_version, load_inputs, note_on, t
 from megarl.controller.with_critic import LearnerWithCritic
 from megarl.errors import LaunchError, LearnerError
 from megarl.launch.cleanup import run_prefix, sweep_run
+from megarl.launch.early_end import check_time_limit, end_at_usr1, watch_the_clock
 from megarl.launch.folder import RunFolder, open_run_folder, write_environment
 from megarl.launch.launcher import Launcher
 from megarl.launch.local import LocalSteps
 from megarl.launch.process import Process, describe_status
-from megarl.launch.slurm import SlurmSteps, end_time_s
+from megarl.launch.slurm import SlurmSteps
 from megarl.launch.tempdir import own_temp_folder
 from megarl.launch.topology import Topology, make_topology
 from megarl.learner.client import CriticClient, LearnerClient
@@ -71,7 +72,8 @@ def run_training(config: Config, run_dir: Path) -> int:
     before its time limit or by SIGUSR1. Raises MegarlError for everything else, after every process
     and shared-memory entry of the run is gone.
     """
-    run_dir = run_dir.absolute()
+    run_dir, ending = run_dir.absolute(), Ending()
+    end_at_usr1(ending)
     try:
         inputs = load_inputs(config)
         if note := note_on(config, inputs):
@@ -86,8 +88,9 @@ def run_training(config: Config, run_dir: Path) -> int:
                     f"the folder\n{end_table(read_rows(run_dir / 'metrics.jsonl'), run_dir)}"
                 )
                 return 0
+            check_time_limit(config)
             write_environment(run_dir, environment_record(config))
-            reward, ending = Scorer(config), Ending()
+            reward = Scorer(config)
 
             async def work(learner: LearnerClient, servers: ServerPool) -> None:
                 await train(config, run_dir, inputs, reward, learner, servers, ending)
@@ -109,6 +112,8 @@ def run_training(config: Config, run_dir: Path) -> int:
         remedy = "make room there" if error.errno in NO_ROOM else "mend that"
         text = f"{where}: cannot be used: {error.strerror}; {remedy}. {CONTINUE}"
         raise LaunchError(text) from error
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until this process is gone too
 
 
 def _how_to_go_on(run_dir: Path) -> str:
@@ -133,7 +138,7 @@ def logging_to(path: Path) -> None:
 class EngineRun:
     """One start of both engines, for `work` on them. `before` is entered before any of them starts,
     and left at the end: what is wrong with a reward costs no start of engines. `ending` is asked
-    for by SIGUSR1 and by the clock.
+    for by the clock.
     """
 
     def __init__(
@@ -190,22 +195,11 @@ class EngineRun:
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, received, signum)
         if self._ending is not None:
-            loop.add_signal_handler(signal.SIGUSR1, self._ending.ask, "SIGUSR1")
-            self._watch_the_clock(self._ending)
-
-    def _watch_the_clock(self, ending: Ending) -> None:
-        """End early where the time limit comes near: the Slurm job's, or the setting's."""
-        before_s, limit_s = self._config.checkpoint.before_end_s, self._config.launch.time_limit_s
-        ends = [time.time() + limit_s] if limit_s else []
-        if before_s and (end_s := end_time_s(os.environ)) is not None:
-            ends.append(end_s)
-        if before_s and ends:
-            left_s = min(ends) - time.time()
-            log.info("time limit left_s=%.0f before_end_s=%.0f", left_s, before_s)
-            reason = f"the time limit is {before_s:g} s away (checkpoint.before_end_s)"
-            asyncio.get_running_loop().call_later(max(0.0, left_s - before_s), ending.ask, reason)
+            watch_the_clock(self._config, self._ending)
 
     async def _work(self) -> None:
+        if self._ending and self._ending.reason:
+            return
         async with self._before:
             await self._engines()
 
@@ -243,7 +237,9 @@ class EngineRun:
             engines = [self._timed(self._ranks_ready(role), f"{role} ready") for role in roles]
             if not is_colocated and not are_there:
                 engines.append(self._servers_ready(servers))
-            found = await self._while_alive(ranks, _all(*engines))
+            found = await self._while_alive(ranks, self._unless_ending(_all(*engines)))
+            if found is None:
+                return
             facts = dict(zip(roles, found, strict=False))
             async with contextlib.AsyncExitStack() as stack:
                 learner = await self._client(facts, stack)
@@ -254,6 +250,10 @@ class EngineRun:
                     await asyncio.wait_for(ends, SHUTDOWN_S)
         finally:
             await servers.aclose()
+
+    async def _unless_ending(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work`; None where the run is to end first, which has nothing to save."""
+        return await (self._ending.unless(work) if self._ending else work)
 
     def _tell_start(self) -> None:
         critic = ""

@@ -48,6 +48,13 @@ def end_time_s(environment: Mapping[str, str]) -> float | None:
         return None
 
 
+def time_limit_s(environment: Mapping[str, str]) -> float | None:
+    """For how long the surrounding Slurm job may run. None where the environment does not say."""
+    begin, end = (environment.get(f"SLURM_JOB_{which}_TIME", "") for which in ("START", "END"))
+    is_known = "SLURM_JOB_ID" in environment and begin.isdecimal() and end.isdecimal()
+    return float(end) - float(begin) if is_known else None
+
+
 class SlurmSteps:
     """Commands run as one task on each node of the seat, in a step that shares the job's
     resources.

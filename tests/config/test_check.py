@@ -77,6 +77,7 @@ def test_broken_tokenizer_config_is_named(place) -> None:
             "learner.parallel.pp = 2 x 1 = 2; use 4",
         ),
         ("--rollout.samples_per_prompt 1", "every advantage is 0"),
+        ("--launch.time_limit_s 300", "launch.time_limit_s = 300 with checkpoint.before_end_s"),
         ("--rollout.max_inflight_samples 8", "rollout.max_inflight_samples = 8 is below"),
         (
             "--rollout.sampling.max_new_tokens 60",

@@ -91,8 +91,8 @@ class Saves:
     def is_saved(self, version: int) -> bool:
         return version == self.saved
 
-    async def save(self, version: int, prompts: object, must: bool) -> None:
-        assert must
+    async def save(self, version: int, prompts: object, values: object, must: bool) -> None:
+        assert must and values == {"eval/accuracy": 0.5}
         self.made.append((version, prompts))
 
     @asynccontextmanager
@@ -135,7 +135,7 @@ async def test_run_that_is_to_end_drops_what_is_generated_and_saves_what_is_not_
     # from version 6 on, as if those before had been made since `start`
     step = loop._collect([], 6)
     assert await ending.unless(step) is None and dropped.is_set()
-    await loop._end_early(6, start, {"cursor": "before the draw"})
+    await loop._end_early(6, start, {"cursor": "before the draw"}, {"eval/accuracy": 0.5})
     assert saves.made == expected
 
 

@@ -21,6 +21,9 @@ def learner(run_dir: Path, behavior: str) -> int:
     if behavior == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path(f"/dev/shm/megarl_{os.environ['MEGARL_RUN_ID']}_g0_r0").write_bytes(b"arena")
+    if behavior == "starts slowly":
+        (run_dir / "starting").touch()
+        time.sleep(60)
     endpoint = run_dir / "endpoints" / "learner.json"
     endpoint.parent.mkdir(parents=True, exist_ok=True)
     endpoint.write_text(
@@ -83,9 +86,15 @@ def controller(run_dir: Path, behavior: str) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
         await ending.unless(asyncio.sleep(0 if behavior == "done" else 60))
 
-    run.load_inputs = lambda config: None  # type: ignore[assignment, return-value]
+    def load_inputs(config) -> None:  # type: ignore[no-untyped-def]
+        (run_dir / "reading").touch()
+        while behavior == "reads slowly" and not (run_dir / "read").exists():
+            time.sleep(0.01)
+
+    run.load_inputs = load_inputs  # type: ignore[assignment]
     run.note_on = lambda config, inputs: ""  # type: ignore[assignment]
     run.train, run.LearnerClient = train, Client  # type: ignore[assignment,misc]
+    run_dir.mkdir(exist_ok=True)
     rollout = {}
     if behavior == "no server":
         rollout = {"urls": ["http://127.0.0.1:9"]}  # nobody listens there
@@ -94,7 +103,6 @@ def controller(run_dir: Path, behavior: str) -> int:
     if behavior != "wrong reward":
         run.Scorer = lambda config: contextlib.nullcontext()  # type: ignore[assignment,misc]
     run.SHUTDOWN_S = 0.1
-    run_dir.mkdir(exist_ok=True)
     python = run_dir / "python"
     python.write_text(
         f"#!/bin/sh\nexec {sys.executable} {__file__} {run_dir} '{behavior}' learner\n"
@@ -103,6 +111,8 @@ def controller(run_dir: Path, behavior: str) -> int:
     launch = {"device": "cpu", "kind": "local", "learner_python": str(python)}
     if behavior == "time limit":
         launch["time_limit_s"] = 301.0  # and the last 300 are for the end
+    if behavior == "no time":
+        launch["time_limit_s"] = 300.0
     reward = {"kind": "function", "function": f"{__file__}:nope"}
     groups = {"actor": {"model": "m"}, "launch": launch, "reward": reward, "rollout": rollout}
     config = Config.model_validate({**groups, "deadline": {"server_answer_s": 0.5}})

@@ -150,11 +150,59 @@ def test_usr1_ends_the_run_early_with_a_status_of_its_own(run: Run) -> None:
     assert are_gone(below)
 
 
-@pytest.mark.parametrize("run", ["time limit"], indirect=True)
-def test_run_ends_early_before_its_time_limit(run: Run) -> None:
-    status, stderr = run.end(limit_s=30)
+def test_run_ends_early_before_the_nearer_of_its_time_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100_000))
+    status, stderr = Run(tmp_path / "run", "time limit").end(limit_s=30)
     assert status == os.EX_TEMPFAIL
     assert "ended early: the time limit is 300 s away (checkpoint.before_end_s)" in stderr
+
+
+@pytest.mark.parametrize("run", ["starts slowly"], indirect=True)
+def test_run_that_is_to_end_while_its_engines_start_does_not_wait_for_them(run: Run) -> None:
+    until(lambda: (run.run_dir / "starting").exists(), limit_s=30)
+    below = [proc.pid for proc in descendants(run.process.pid)]
+    while run.process.poll() is None:  # to its very end more of them change nothing
+        run.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.01)  # or it would do nothing but receive them
+    status, stderr = run.end(limit_s=15)
+    assert status == os.EX_TEMPFAIL
+    assert "ended early: SIGUSR1" in stderr
+    assert are_gone(below)
+
+
+@pytest.mark.parametrize("run", ["reads slowly"], indirect=True)
+def test_usr1_before_there_are_engines_ends_the_run_without_any(run: Run) -> None:
+    until(lambda: (run.run_dir / "reading").exists(), limit_s=30)
+    run.process.send_signal(signal.SIGUSR1)
+    (run.run_dir / "read").touch()
+    status, stderr = run.end(limit_s=15)
+    assert status == os.EX_TEMPFAIL
+    assert "ended early: SIGUSR1" in stderr
+    assert not (run.run_dir / "logs" / "learner.log").exists()
+
+
+@pytest.mark.parametrize("run", ["no time"], indirect=True)
+def test_no_engine_is_started_where_the_time_limit_is_too_near_already(run: Run) -> None:
+    status, stderr = run.end(limit_s=30)
+    assert status == os.EX_TEMPFAIL
+    assert "ended early: the time limit is 300 s away" in stderr
+    assert not (run.run_dir / "logs" / "learner.log").exists()
+
+
+def test_job_that_is_shorter_than_its_end_needs_is_refused_and_not_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = int(time.time())
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_START_TIME", str(now))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(now + 300))
+    status, stderr = Run(tmp_path / "run", "wait").end(limit_s=30)
+    assert status not in (0, os.EX_TEMPFAIL)
+    assert "the time limit of the Slurm job is 300 s" in stderr
+    assert not (tmp_path / "run" / "logs" / "learner.log").exists()
 
 
 def run_id(run: Run) -> str:

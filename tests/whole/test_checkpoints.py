@@ -31,6 +31,7 @@ def test_run_that_was_ended_early_goes_on_from_what_is_whole_and_its_export_begi
     newest = run.dir / f"checkpoints/v{ended:06d}"
     state = json.loads((newest / "state.json").read_text())
     assert state["version"] == ended and state["prompts"]["position"] >= 0
+    assert state["metrics"] == {"reward/mean": run.rows[-1]["reward/mean"]}
     (part, *_) = (newest / "megatron").glob("*.distcp")
     damaged = bytearray(part.read_bytes())
     damaged[len(damaged) // 2] ^= 16
