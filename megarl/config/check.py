@@ -273,12 +273,14 @@ def _reward(config: Config) -> Iterator[Violation]:
 
 def _time_limit(config: Config) -> Iterator[Violation]:
     limit_s, before_s = config.launch.time_limit_s, config.checkpoint.before_end_s
+    names = ("launch.time_limit_s", "checkpoint.before_end_s")
+    found = f"launch.time_limit_s = {limit_s:g} with checkpoint.before_end_s = {before_s:g}"
     if 0 < limit_s <= before_s:
-        yield Violation(
-            f"launch.time_limit_s = {limit_s:g} with checkpoint.before_end_s = {before_s:g}: the "
-            "run would end as soon as it began; raise the one or lower the other",
-            ("launch.time_limit_s", "checkpoint.before_end_s"),
-        )
+        why = "the run would end as soon as it began; raise the one or lower the other"
+        yield Violation(f"{found}: {why}", names)
+    elif limit_s and not before_s:
+        why = "0 does not watch the time, so that nothing would end"
+        yield Violation(f"{found}: {why}; give it the seconds that a save needs", names)
 
 
 def _file(name: str, path: str, need: str) -> Iterator[Violation]:

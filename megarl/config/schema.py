@@ -275,7 +275,7 @@ class LaunchConfig(Group):
     """Port of the first rollout server, the next ones counting up. 0 takes free ones."""
     time_limit_s: NonNegativeFloat = 0.0
     """Seconds after which the run ends as it does before the time limit of a Slurm job (see
-    `checkpoint.before_end_s`), counted from its start. 0 means none."""
+    `checkpoint.before_end_s`), counted from its start. It must be above that. 0 means none."""
     max_restarts: NonNegative = 3
     """How often one rollout server is started again in a run before the run ends."""
 

@@ -147,6 +147,10 @@ def test_broken_tokenizer_config_is_named(place) -> None:
             "--launch.rollout_port 20400 --launch.learner_port 20401 --rollout.servers 2",
             "launch.learner_port = 20401 is one of the servers' ports 20400 to 20401",
         ),
+        (
+            "--launch.time_limit_s 9 --checkpoint.before_end_s 0",
+            "before_end_s = 0: 0 does not watch the time",
+        ),
     ],
 )
 def test_combination_that_cannot_run_is_refused(place, arguments: str, text: str) -> None:
@@ -259,3 +263,8 @@ def test_checking_imports_neither_torch_nor_an_engine() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert answer.stdout.strip() == "[]"
+
+
+def test_time_limit_that_leaves_time_is_taken(place) -> None:
+    place.load("--launch.time_limit_s", "301")
+    place.load("--launch.time_limit_s", "9", "--checkpoint.before_end_s", "8")
