@@ -53,6 +53,14 @@ def memory_bytes() -> tuple[int, int]:
     return values.get("VmRSS", 0), values.get("VmHWM", 0)
 
 
+def available_bytes() -> int:
+    """Memory of this machine that programs can still take; 0 where it is not told."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def process_ids() -> list[int]:
     """Every process of this node, also those that have ended but were not waited for yet."""
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]

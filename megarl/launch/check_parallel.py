@@ -8,6 +8,7 @@ is to blame. The comparison itself is `learner/layout_check.py`'s, in processes 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 
 from megarl import run_paths
 from megarl.actor.flops import SequenceFlops
+from megarl.actor.parameters import block_table
 from megarl.actor.shape import ModelShape, read_shape
 from megarl.buffer.groupfile import read_group, write_group
 from megarl.buffer.schedule import ScheduleShape, make_schedule
@@ -29,8 +31,10 @@ from megarl.config.layouts import critic_settings, learner_layout, trained_shape
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, LaunchError
 from megarl.launch.few_layers import layers_kept, write_few_layers
+from megarl.linux import available_bytes
 from megarl.nodes import visible_gpus
 from megarl.reshard.files import INDEX, SINGLE
+from megarl.reshard.page import bytes_text, count_text
 from megarl.types import Group, Prompt, Sample, SampleRef
 
 NUM_SAMPLES = 8
@@ -51,6 +55,7 @@ WORDS = {
     "dp": "data",
 }
 TIMEOUT_S = 1800.0
+WEIGHT_AND_GRADIENT = 8  # bytes of a parameter on CPUs, where both are fp32
 
 
 @dataclass(frozen=True)
@@ -244,9 +249,11 @@ def _check_layout(config: Config, batch: Path | None, program: Sequence[str]) ->
         raise ConfigError(refused)
     sizes = configured_sizes(config)
     _check_room(config, sizes)
+    layers = layers_kept(shape, sizes.pp * sizes.vpp)
+    if uses_cpu(config):
+        _check_memory(shape, layers)
     with tempfile.TemporaryDirectory(prefix="megarl-check-") as name:
         folder = Path(name)
-        layers = layers_kept(shape, sizes.pp * sizes.vpp)
         has_weights = (model / SINGLE).is_file() or (model / INDEX).is_file()
         is_random = not has_weights or layers > shape.num_layers
         seed = config.run.seed if is_random else None
@@ -304,6 +311,20 @@ def _check_room(config: Config, sizes: Sizes) -> None:
         raise LaunchError(
             f"the layout {sizes} has {sizes.ranks} ranks, and this machine {gpus} GPUs; check it "
             "on one with more, a smaller layout, or with --launch.device cpu"
+        )
+
+
+def _check_memory(shape: ModelShape, layers: int) -> None:
+    """Raise LaunchError where one rank of the few layers has no room, on CPUs in fp32."""
+    few = replace(trained_shape(shape), num_layers=layers)
+    number = sum(math.prod(parameter.shape) for parameter in block_table(few).parameters)
+    needed, there = number * WEIGHT_AND_GRADIENT, available_bytes()
+    if needed > there > 0:
+        raise LaunchError(
+            f"the check takes {layers} layers at full width, with embedding and output, "
+            f"{count_text(number)} parameters: {bytes_text(needed)} of weights and gradients in "
+            f"fp32, and {bytes_text(there)} of memory are free here; check on GPUs, on a machine "
+            "with more memory, or a narrower model (a folder with a smaller config.json will do)"
         )
 
 

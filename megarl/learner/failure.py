@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.learner.phases import RankPhase
+from megarl.linux import available_bytes
 from megarl.run_paths import LEARNER
 
 _GIB = 1 << 30
@@ -133,7 +134,7 @@ def memory_now(phase: RankPhase | None, oom_kills_before: int) -> Memory:
     return Memory(
         phase.rss_bytes if phase else 0,
         phase.peak_rss_bytes if phase else 0,
-        _host_available_bytes(),
+        available_bytes(),
         max(0, cgroup_oom_kills() - oom_kills_before),
     )
 
@@ -147,10 +148,3 @@ def cgroup_oom_kills() -> int:
         return 0
     counts = dict(line.split() for line in lines)
     return int(counts.get("oom_kill", 0))
-
-
-def _host_available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -143,3 +143,14 @@ def test_axis_that_is_broken_is_named(
     print(text)
     assert status == 1
     assert text.splitlines()[-1].startswith(f"wrong: {words}")
+
+
+def test_model_that_memory_has_no_room_for_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model = ROOT / "examples" / "reshard" / "llama-3.1-405b.toml"
+    monkeypatch.setattr("megarl.launch.check_parallel.available_bytes", lambda: 60 * 10**9)
+    with pytest.raises(LaunchError, match=r"16 layers at full width.* 442 GB .* 60.0 GB of memory"):
+        run_check_parallel(load_layout(model, ["--launch.device", "cpu"]))
+    assert list(tmp_path.iterdir()) == []
