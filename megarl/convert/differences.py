@@ -76,6 +76,8 @@ def _both(found: Comparison, name: str, what: str) -> tuple[object, object]:
 
 
 def _values(found: Comparison) -> str:
+    if not (found.left.keys() & found.right.keys()) - set(found.unlike("shape")):
+        return "not compared: no tensor is in both in one shape"
     if found.unlike("shape") or any(found.only):
         read = "of the tensors that both have in one shape, "
     else:

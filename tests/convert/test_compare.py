@@ -194,3 +194,13 @@ def test_parts_of_a_tensor_are_compared_one_after_the_other(
         found = compared(model, path, capsys, status=1)
         assert found["differences"] == wanted["differences"]
         assert found["digests"] == wanted["digests"]
+
+
+def test_values_are_not_called_equal_where_no_tensor_is_in_both(model: Path, capsys) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[f"{name}.other"] = tensors.pop(name)
+
+    assert main(["compare", str(model), str(changed(model, rename))]) == 1
+    told = capsys.readouterr().out
+    assert "not compared: no tensor is in both in one shape" in told and "all equal" not in told
