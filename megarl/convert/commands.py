@@ -111,6 +111,7 @@ def _compare(paths: Sequence[str], flags: Mapping[str, str]) -> tuple[int, str]:
 
 def _convert(paths: Sequence[str], flags: Mapping[str, str]) -> tuple[int, str]:
     from megarl.convert.convert import Options, convert, describe, prepare
+    from megarl.convert.journal import unfinished
 
     processors = len(os.sched_getaffinity(0))
     options = Options(
@@ -125,7 +126,14 @@ def _convert(paths: Sequence[str], flags: Mapping[str, str]) -> tuple[int, str]:
     source, final = paths[0], Path(os.path.abspath(paths[1]))
     is_dry = "--dry-run" in flags
     work = prepare(source, options, is_dry)
-    return 0, describe(work, final) if is_dry else convert(work, final)
+    if is_dry:
+        return 0, describe(work, final)
+    try:
+        return 0, convert(work, final)
+    except KeyboardInterrupt:
+        if unfinished(final).is_dir():
+            sys.stderr.write(f"{unfinished(final)} is kept: the same command goes on with it\n")
+        raise
 
 
 def _one_of(name: str, flags: Mapping[str, str], known: Collection[Any]) -> Any:

@@ -25,6 +25,15 @@ LOCK_S = 10.0  # to wait for the lock of another
 JSON, NEW = ".json", ".new"  # ends of names
 
 
+def unfinished(final: Path) -> Path:
+    """The folder that is written before it has its name.
+
+    >>> str(unfinished(Path("made/qwen")))
+    'made/qwen.partial'
+    """
+    return final.with_name(final.name + PARTIAL)
+
+
 class Journal:
     """The unfinished folder of a conversion to `final`, alone in its use of it.
 
@@ -34,7 +43,7 @@ class Journal:
     """
 
     def __init__(self, final: Path, facts: Mapping[str, Any]) -> None:
-        self.final, self.folder = final, final.with_name(final.name + PARTIAL)
+        self.final, self.folder = final, unfinished(final)
         self._facts = json.loads(json.dumps(dict(facts)))
         self._receipts = self.folder / RECEIPTS
         self._lock = _make_and_lock(self.folder, final)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import megarl.convert.convert  # noqa: F401 - once, and not in each child that is forked
-from megarl.cli import main
+from megarl.cli import INTERRUPTED, main
 from tests.convert import models
 from tests.convert.test_convert import (
     QWEN3,
@@ -117,6 +117,25 @@ def test_files_that_were_finished_before_a_kill_are_kept(model: Path, tmp_path: 
     assert len(kept) >= 3
     assert main(arguments) == 0
     assert {name: (out / name).stat().st_ino for name in kept} == kept
+
+
+def test_interrupted_conversion_says_that_the_same_command_goes_on(
+    model: Path, tmp_path: Path
+) -> None:
+    out, partial = tmp_path / "b", tmp_path / "b.partial"
+    arguments = ["convert", str(model), str(out), "--shard-gb", "3e-7", "--workers", "1"]
+    command = [sys.executable, "-m", "megarl", *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as child:
+        while len(list(partial.glob(".receipts/*.json"))) < 2:
+            assert child.poll() is None, "it has ended before"
+            time.sleep(0.001)
+        child.send_signal(signal.SIGINT)
+        told = child.communicate()[1]
+    assert child.returncode == INTERRUPTED
+    assert f"{partial} is kept: the same command goes on with it\nmegarl: interrupted\n" in told
+    assert main(arguments) == 0
 
 
 def test_another_source_or_other_options_do_not_go_on_with_what_is_there(
