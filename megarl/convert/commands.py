@@ -55,7 +55,7 @@ again. Nothing is overwritten. The exit status is 0 where DST is written, else 2
                         else is beside the weights; on the way to hf it always is left out
   --digests FILE        check the files of weights of SRC first, against a list as sha256sum writes
   --dry-run             print files, sizes and time, and write nothing; SRC may have a config.json
-                        alone, and stands for a checkpoint of that model
+                        alone, and stands for a checkpoint of that model; no digest is checked
 """
 
 HELP: Mapping[str, str] = {"inspect": INSPECT, "compare": COMPARE, "convert": CONVERT}

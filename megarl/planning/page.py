@@ -12,11 +12,12 @@ from megarl.actor.shape import read_shape
 from megarl.config.layouts import critic_settings, learner_layout, learner_mesh, trained_shape
 from megarl.config.schema import Config
 from megarl.planning.memory import PHASES, RankMemory, full_microbatch, predict, predict_critic
+from megarl.reshard.notation import counted
 from megarl.reshard.page import bytes_text
 
 LEFT_OUT = (
-    "GB are 10^9 bytes. Left out: CUDA contexts, communicators, workspaces of libraries, fragments",
-    "and a save's host memory. docs/memory.md says what the words mean and what makes it less.",
+    "GB are 10^9 bytes. Left out are CUDA contexts, communicators, what the allocator loses, and a",
+    "save's host memory. docs/memory.md says what the words mean and what makes it less.",
 )
 
 
@@ -50,8 +51,10 @@ def _stages(config: Config, planned: Callable[[int], RankMemory]) -> list[RankMe
 def _page(name: str, config: Config, stages: list[RankMemory], on_cpu: bool) -> list[str]:
     mesh, learner = learner_mesh(config), config.learner
     recompute = learner.recompute.granularity
+    experts = f"; experts ep {mesh.ep} x etp {mesh.etp}" if mesh.ep * mesh.etp > 1 else ""
     lines = [
-        f"{name:<12}{mesh.size} ranks: tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}; "
+        f"{name:<12}{counted(mesh.size, 'rank')}: tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x "
+        f"pp {mesh.pp}{experts}; "
         f"{learner.precision.params}; {'CPUs' if on_cpu else 'GPUs'}",
         f"{'microbatch':<12}{full_microbatch(config).tokens} tokens on a rank "
         f"(learner.max_tokens_per_microbatch = {learner.max_tokens_per_microbatch}); "
