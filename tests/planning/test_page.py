@@ -62,6 +62,11 @@ def test_memory_page_fits_and_shows_what_is_offloaded_only_where_it_is(capsys) -
     assert "offloaded" in capsys.readouterr().out
 
 
+def test_memory_page_names_the_experts_axes(capsys) -> None:
+    assert main(["memory", str(EXAMPLES / "reshard" / "kimi-k2.toml")]) == 0
+    assert "256 ranks: tp 8 x cp 1 x dp 4 x pp 8; experts ep 32 x etp 1" in capsys.readouterr().out
+
+
 def test_memory_names_a_layout_that_does_not_divide_the_model(capsys) -> None:
     assert main(["memory", LLAMA, "--learner.parallel.pp", "32"]) == 2
     assert capsys.readouterr().err.startswith("megarl: ")
@@ -75,3 +80,35 @@ def test_memory_loads_no_torch_and_no_engine() -> None:
         "assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_page_on_memory_shows_what_the_command_prints(capsys) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    shown = page.partition("$ megarl memory examples/reshard/llama-3.1-70b.toml\n")[2]
+    assert main(["memory", LLAMA]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(shown.partition("```")[0].rstrip() + "\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most"),
+    [
+        ("--learner.recompute.granularity none", "87.1 GB"),
+        (
+            "--learner.recompute.granularity selective "
+            '--learner.recompute.modules=["core_attn","mlp"]',
+            "62.6 GB",
+        ),
+        ("--placement.learner_gpus 64", "48.6 GB"),
+        ("--placement.learner_gpus 16", "88.3 GB"),
+        ("--learner.parallel.pp 4", "45.5 GB"),
+        ("--placement.mode colocated", "55.5 GB"),
+    ],
+)
+def test_table_of_the_page_on_memory_is_what_the_command_says(
+    arguments: str, most: str, capsys
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert f"| {most} |" in page
+    assert main(["memory", LLAMA, *arguments.split()]) == 0
+    assert f"the most    {most} on a device" in capsys.readouterr().out
