@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import json
 import logging
 import math
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
 POLL_S, MAX_POLL_S = 0.05, 2.0  # how often the learner is asked whether a save has ended
+EVALUATION = ("eval/accuracy", "eval/scored")  # of versions that are evaluated
 FAILURES = (CheckpointError, OSError)
 
 
@@ -50,6 +52,7 @@ class Checkpoints:
         self._under_way: asyncio.Task[None] | None = None
         self._version = -1  # the newest that is saved, or is about to be
         self._is_owed = False  # the last save failed
+        self._has_told = False  # that there is no metric `checkpoint.best`
 
     def is_due(self, version: int) -> bool:
         """Whether `version`, just made, is to be saved."""
@@ -81,6 +84,7 @@ class Checkpoints:
         final = self._folder / f"v{version:06d}"
         partial = final.with_name(final.name + PARTIAL)
         best = (values or {}).get(self._settings.best)
+        self._tell_of_best(version, values)
         state = {
             "version": version,
             "prompts": dict(prompts),
@@ -99,6 +103,19 @@ class Checkpoints:
         self._under_way = asyncio.create_task(finish)
         if waits:
             await self.settle(must)
+
+    def _tell_of_best(self, version: int, values: Mapping[str, Any] | None) -> None:
+        """Say once that `checkpoint.best` is no metric of a pass; evaluation has its own passes."""
+        name = self._settings.best
+        if not name or not values or name in values or name in EVALUATION or self._has_told:
+            return
+        self._has_told = True
+        near = difflib.get_close_matches(name, [*values, *EVALUATION], 1)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        self._progress.note(
+            f"checkpoint.best = {name}: version {version} has no such metric, so that it is not "
+            f"the best of any{hint}; docs/metrics.md has all"
+        )
 
     async def settle(self, must: bool = False) -> None:
         """Wait for the save under way, if there is one. With `must` its error is raised."""

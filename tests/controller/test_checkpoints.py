@@ -106,6 +106,22 @@ async def test_best_is_a_number_and_the_newest_of_equals(tmp_path: Path) -> None
     assert names(tmp_path) == ["v000004", "v000006"]
 
 
+async def test_metric_that_no_version_has_is_told_of_once_with_the_nearest(tmp_path: Path) -> None:
+    saver, _, told = saving(tmp_path, every=1, best="reward/maen")
+    for version in (1, 2):
+        await save_all(saver, version, values={"reward/mean": 0.5, "lr": 1.0})
+    assert told.getvalue().count("checkpoint.best = reward/maen: version 1 has no such metric") == 1
+    assert told.getvalue().count("the nearest is reward/mean") == 1
+
+
+async def test_version_that_is_not_evaluated_is_no_reason_to_tell_of_the_best(
+    tmp_path: Path,
+) -> None:
+    saver, _, told = saving(tmp_path, every=1, best="eval/accuracy")
+    await save_all(saver, 1, values={"reward/mean": 0.5})
+    assert "checkpoint.best" not in told.getvalue()
+
+
 async def test_version_that_is_saved_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
     saver, _, _ = saving(tmp_path)
     await save_all(saver, 2)
