@@ -94,7 +94,9 @@ def test_damaged_checkpoint_is_set_aside_with_one_line_for_the_one_before(tmp_pa
     assert [path.name for path in whole_checkpoints(folder)] == ["v000002", "v000004"]
 
 
-@pytest.mark.parametrize("harm", ["short", "gone", "no list", "broken list", "broken state"])
+@pytest.mark.parametrize(
+    "harm", ["short", "long", "gone", "no list", "broken list", "broken state"]
+)
 def test_harm_that_shows_without_reading_weights_is_seen_at_once(tmp_path: Path, harm: str) -> None:
     write(tmp_path, 2)
     folder = write(tmp_path, 4)
@@ -102,6 +104,8 @@ def test_harm_that_shows_without_reading_weights_is_seen_at_once(tmp_path: Path,
     match harm:
         case "short":
             (folder / "megatron/shard").write_bytes(bytes(3))
+        case "long":
+            (folder / "megatron/shard").write_bytes(bytes(5))
         case "gone":
             (folder / "megatron/shard").unlink()
         case "no list":
