@@ -61,7 +61,8 @@ class Kind:
     where: str
     words: str
     waits: bool = False
-    is_harmless: bool = False  # a sync may never fail of it: it is mended, or nobody looks there
+    # A sync may never fail of it: it is mended, nobody looks there, or it comes when all is done.
+    is_harmless: bool = False
     needs: str = ""  # "messages" or "arenas"
     routes: tuple[str, ...] = ROUTES
     moments: tuple[str, ...] = ("before", "after")
@@ -137,7 +138,9 @@ KINDS: dict[str, Kind] = {
     "old update replayed": Kind("call", f"another publish|{GONE}", is_harmless=True),
     "update delivered twice": Kind("call", GONE, routes=(UPDATE,), is_harmless=True),
     "live weight poisoned": Kind("call", "log-probs are not", routes=(END, LABEL, RESUME)),
-    "second learner": Kind("call", f"another learner|is syncing this server|{LATE}", True),
+    "second learner": Kind(
+        "call", f"another learner|is syncing this server|{LATE}", True, is_harmless=True
+    ),
 }
 
 
