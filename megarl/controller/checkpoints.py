@@ -22,6 +22,7 @@ from typing import Any, Literal
 from megarl import run_paths
 from megarl.config.schema import Config
 from megarl.controller.resume import COMPLETE, STATE, WEIGHTS, read_saved, whole_checkpoints
+from megarl.durable import sync_path
 from megarl.errors import CheckpointError, in_words
 from megarl.learner.client import LearnerClient
 from megarl.observe.metrics import MetricsLog
@@ -227,12 +228,12 @@ def _value(path: Path, metric: str) -> float | None:
 def _complete(partial: Path, final: Path, state: Mapping[str, Any]) -> None:
     """Make the folder a checkpoint, and have it survive a crash from then on."""
     _write_through(partial / STATE, json.dumps(state, indent=1) + "\n")
-    _sync(partial)
+    sync_path(partial)
     _write_through(partial / COMPLETE, "")
-    _sync(partial)
+    sync_path(partial)
     remove(final)
     partial.rename(final)
-    _sync(final.parent)
+    sync_path(final.parent)
 
 
 def _write_through(path: Path, text: str) -> None:
@@ -241,14 +242,6 @@ def _write_through(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _make_empty(partial: Path) -> None:

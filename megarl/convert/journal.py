@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.convert.formats import RECORD
+from megarl.durable import sync_path
 from megarl.errors import MALFORMED, CheckpointError
 
 PARTIAL = ".partial"
@@ -78,11 +79,11 @@ class Journal:
         self._record(True)
         shutil.rmtree(self._receipts)
         for path in self.folder.iterdir():
-            _sync(path)
-        _sync(self.folder)
+            sync_path(path)
+        sync_path(self.folder)
         check_free(self.final)
         self.folder.rename(self.final)
-        _sync(self.final.parent)
+        sync_path(self.final.parent)
 
     def close(self) -> None:
         """Leave the folder to others."""
@@ -161,11 +162,3 @@ def _write(path: Path, value: Any) -> None:
     partial = path.with_name(path.name + NEW)
     partial.write_text(json.dumps(value), encoding="utf-8")
     partial.rename(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
+
+from megarl.durable import sync_path
 
 FILES = "files.json"
 UNREADABLE = "unreadable: "  # in the place of a digest
@@ -51,11 +52,7 @@ def write_digests(folder: Path, found: Mapping[str, str]) -> None:
             raise OSError(errno.EIO, f"{name} is {text}", str(folder / name))
     (folder / FILES).write_text(json.dumps(dict(found), indent=1) + "\n")
     for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(path)
 
 
 def damage(folder: Path) -> str:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megarl.actor.parameters import BlockTable, block_table
 from megarl.actor.shape import ModelShape
 from megarl.config.model_folder import copy_beside, write_config
+from megarl.durable import sync_path
 from megarl.errors import CheckpointError, in_words
 from megarl.reshard import execute
 from megarl.reshard.blocks import ScaleBlock
@@ -195,15 +196,7 @@ def runs(shape: tuple[int, ...], box: Box) -> tuple[int, Iterator[int]]:
 def _publish_folder(part: Path, folder: Path) -> None:
     """Give a folder that is whole its name, so that it survives a crash from now on."""
     for path in part.iterdir():
-        _sync(path)
-    _sync(part)
+        sync_path(path)
+    sync_path(part)
     part.rename(folder)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(folder.parent)

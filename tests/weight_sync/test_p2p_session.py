@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.mesh import LearnerMesh
@@ -16,22 +17,28 @@ from megarl.weight_sync.control import SourceSpec
 from megarl.weight_sync.session import WeightSync
 from tests.weight_sync import tiny
 from tests.weight_sync.faults import Fault, in_learner_rank
-from tests.weight_sync.forked import Place
+from tests.weight_sync.forked import Place, Server
 from tests.weight_sync.tiny import SHAPE
 from tests.weight_sync.worlds import World
+
+
+def synced(world: World, run: str) -> tuple[WeightSync, Server, dict[str, torch.Tensor]]:
+    """A learner, a server of another node that it has synced once, and its parameters."""
+    spec, server = SourceSpec(SHAPE, LearnerMesh()), world.server("server-0", ("b",))
+    parameters = tiny.on_learner(spec, tiny.weights(SHAPE, 1))[0]
+    sync = WeightSync(
+        f"{run}{os.getpid()}", spec, 0, parameters, "fp32",
+        cpu_servers=True, deadline_s=30.0, place=Place("a", 0), bucket_bytes=16 << 10,
+    )  # fmt: skip
+    assert sync.publish(1, [server.endpoint]).servers[0].verified
+    return sync, server, parameters
 
 
 def test_message_let_go_after_its_sync_was_given_up_does_not_end_the_next_sync(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "_GRACE_S", 0.5)
-    spec, server = SourceSpec(SHAPE, LearnerMesh()), world.server("server-0", ("b",))
-    parameters = tiny.on_learner(spec, tiny.weights(SHAPE, 1))[0]
-    sync = WeightSync(
-        f"late{os.getpid()}", spec, 0, parameters, "fp32",
-        cpu_servers=True, deadline_s=30.0, place=Place("a", 0), bucket_bytes=16 << 10,
-    )  # fmt: skip
-    assert sync.publish(1, [server.endpoint]).servers[0].verified
+    sync, server, parameters = synced(world, "late")
     with in_learner_rank(Fault("late", 1, for_s=2.5), parameters):
         sync._deadline_s = 0.8
         assert not sync.publish(2, [server.endpoint]).servers[0].verified
@@ -46,13 +53,7 @@ def test_message_let_go_after_its_sync_was_given_up_does_not_end_the_next_sync(
 def test_learner_that_cannot_sum_its_weights_says_so_and_vouches_for_no_server(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, server = SourceSpec(SHAPE, LearnerMesh()), world.server("server-0", ("b",))
-    parameters = tiny.on_learner(spec, tiny.weights(SHAPE, 1))[0]
-    sync = WeightSync(
-        f"nosum{os.getpid()}", spec, 0, parameters, "fp32",
-        cpu_servers=True, deadline_s=30.0, place=Place("a", 0),
-    )  # fmt: skip
-    assert sync.publish(1, [server.endpoint]).servers[0].verified
+    sync, server, _ = synced(world, "nosum")
 
     def broken() -> dict[str, int]:
         raise WeightSyncError("as it was meant to")
@@ -67,13 +68,7 @@ def test_learner_that_cannot_sum_its_weights_says_so_and_vouches_for_no_server(
 
 
 def test_groups_with_servers_are_left_when_the_sync_is_closed(world: World) -> None:
-    spec, server = SourceSpec(SHAPE, LearnerMesh()), world.server("server-0", ("b",))
-    parameters = tiny.on_learner(spec, tiny.weights(SHAPE, 1))[0]
-    sync = WeightSync(
-        f"left{os.getpid()}", spec, 0, parameters, "fp32",
-        cpu_servers=True, deadline_s=30.0, place=Place("a", 0),
-    )  # fmt: skip
-    assert sync.publish(1, [server.endpoint]).servers[0].verified
+    sync, _, _ = synced(world, "left")
     peers = sync.sender.peers("server-0")
     assert peers._group is not None
     sync.close()
