@@ -6,6 +6,7 @@ none.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,15 @@ if TYPE_CHECKING:
     from megarl.learner.saving import Saving
 
 
-class SavingVerbs:
+class SavingVerbs(ABC):
     """A rank's verbs of saving; each is collective over all ranks."""
 
     _saving: Saving
     _mark: Callable[[str], None]
 
+    @abstractmethod
     def _require(self, verb: str) -> None:
         """See that what `verb` needs is here, and that the weights are whole."""
-        raise NotImplementedError
 
     def save(self, path: str, version: int) -> None:
         """Write weights, optimizer and random state into folder `path`; a critic's beside it."""
